@@ -1,0 +1,69 @@
+import pytest
+
+from jaxhybrid.cache.retention import Retention, boundaries
+from jaxhybrid.errors import ConfigError
+
+EVERYTHING = Retention(every=16)
+NOTHING = Retention(prompt_end=False, response_end=False, turn_start=False, junctions=False)
+
+
+def wanted(retention, **overrides):
+    request = {"length": 50, "resumed": 10, "matched": 21, "left_known_path": True, "turn_start": 47} | overrides
+    return boundaries(retention, **request)
+
+
+def test_all_kinds_in_order():
+    assert wanted(EVERYTHING) == [
+        (16, "every"),
+        (21, "junction"),
+        (32, "every"),
+        (47, "turn_start"),
+        (48, "every"),
+        (50, "prompt_end"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("retention", "expected"),
+    [
+        (NOTHING, []),
+        (Retention(turn_start=False, junctions=False), [(50, "prompt_end")]),
+        (Retention(prompt_end=False, junctions=False), [(47, "turn_start")]),
+        (Retention(prompt_end=False, turn_start=False), [(21, "junction")]),
+        (Retention(prompt_end=False, turn_start=False, junctions=False, every=25), [(25, "every"), (50, "every")]),
+    ],
+)
+def test_each_kind_alone(retention, expected):
+    assert wanted(retention) == expected
+
+
+def test_the_grid_starts_after_the_resume_point():
+    grid = Retention(prompt_end=False, turn_start=False, junctions=False, every=10)
+    assert [n for n, _ in wanted(grid, resumed=10)] == [20, 30, 40, 50]
+    assert [n for n, _ in wanted(grid, resumed=9)] == [10, 20, 30, 40, 50]
+
+
+def test_a_junction_needs_a_path_that_goes_on_and_a_gap():
+    assert wanted(Retention(), left_known_path=False) == [(47, "turn_start"), (50, "prompt_end")]
+    assert wanted(Retention(), resumed=21) == [(47, "turn_start"), (50, "prompt_end")]
+
+
+def test_boundaries_at_or_before_the_resume_point_are_left_out():
+    assert wanted(EVERYTHING, resumed=48, matched=48) == [(50, "prompt_end")]
+    assert wanted(EVERYTHING, resumed=50, matched=50) == []
+
+
+def test_one_boundary_is_named_once():
+    assert wanted(EVERYTHING, length=48, matched=48, left_known_path=False, turn_start=48, resumed=33) == [
+        (48, "turn_start")
+    ]
+    assert wanted(Retention(), turn_start=None, matched=50) == [(50, "junction")]
+
+
+def test_a_turn_start_beyond_the_prompt_is_not_a_boundary_of_it():
+    assert wanted(Retention(), turn_start=51, left_known_path=False) == [(50, "prompt_end")]
+
+
+def test_a_grid_needs_a_step():
+    with pytest.raises(ConfigError, match="every must be at least 1 token or None, got 0"):
+        Retention(every=0)
