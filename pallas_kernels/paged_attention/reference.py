@@ -1,0 +1,82 @@
+"""Paged attention as its definition reads: one softmax over the whole context of each query, in float32."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+
+def write_tokens(
+    pages: Float[Array, "L P page *row"],
+    rows: Float[Array, "B T *row"],
+    layer: int | Int[Array, ""],
+    page_table: Int[Array, "B W"],
+    starts: Int[Array, "B"],
+    lengths: Int[Array, "B"],
+) -> Float[Array, "L P page *row"]:
+    """One token after the other: row (b, t) at position starts[b] + t if t < lengths[b]."""
+    page_size, tokens = pages.shape[2], rows.shape[1]
+
+    def write(index, pages):
+        b, t = index // tokens, index % tokens
+        position = starts[b] + t
+        at = (layer, page_table[b, position // page_size], position % page_size)
+        return pages.at[at].set(jnp.where(t < lengths[b], rows[b, t].astype(pages.dtype), pages[at]))
+
+    return lax.fori_loop(0, rows.shape[0] * tokens, write, pages)
+
+
+def read_context(
+    pages: Float[Array, "L P page *row"],
+    layer: int | Int[Array, ""],
+    page_table: Int[Array, "B W"],
+    starts: Int[Array, "B"],
+    lengths: Int[Array, "B"],
+) -> Float[Array, "B N *row"]:
+    """Every sequence's rows in order of position, in float32; 0 where it has no token. N = W * page."""
+    rows = pages[layer, page_table].astype(jnp.float32)
+    rows = rows.reshape(rows.shape[0], -1, *rows.shape[3:])
+    has_token = jnp.arange(rows.shape[1]) < (starts + lengths)[:, None]
+    return jnp.where(has_token.reshape(*has_token.shape, *[1] * (rows.ndim - 2)), rows, 0)
+
+
+def attend(
+    q: Float[Array, "B T H d"],
+    k: Float[Array, "B N H d"],
+    v: Float[Array, "B N H dv"],
+    starts: Int[Array, "B"],
+    lengths: Int[Array, "B"],
+    scale: float,
+) -> Float[Array, "B T H dv"]:
+    """softmax(scale * q k^T) v where the query of step t sees positions up to starts[b] + t; 0 for padded steps."""
+    steps = jnp.arange(q.shape[1])
+    real = steps < lengths[:, None]
+    visible = jnp.arange(k.shape[1]) <= (starts[:, None] + steps)[:, :, None]
+    q = jnp.where(real[:, :, None, None], q.astype(jnp.float32), 0)
+    scores = jnp.where(visible[:, None], scale * jnp.einsum("bthd,bnhd->bhtn", q, k), -jnp.inf)
+    out = jnp.einsum("bhtn,bnhv->bthv", jax.nn.softmax(scores, axis=-1), v)
+    return jnp.where(real[:, :, None, None], out, 0)
+
+
+def paged_attention(
+    q: Float[Array, "B T Hq d"],
+    k: Float[Array, "B T Hkv d"],
+    v: Float[Array, "B T Hkv dv"],
+    k_pages: Float[Array, "L P page Hkv d"],
+    v_pages: Float[Array, "L P page Hkv dv"],
+    layer: int | Int[Array, ""],
+    page_table: Int[Array, "B W"],
+    starts: Int[Array, "B"],
+    lengths: Int[Array, "B"],
+    *,
+    scale: float,
+    max_length: int | None = None,
+) -> tuple[Float[Array, "B T Hq dv"], Float[Array, "L P page Hkv d"], Float[Array, "L P page Hkv dv"]]:
+    """See `pallas_kernels.paged_attention.paged_attention`."""
+    k_pages = write_tokens(k_pages, k, layer, page_table, starts, lengths)
+    v_pages = write_tokens(v_pages, v, layer, page_table, starts, lengths)
+    group = q.shape[2] // k.shape[2]
+    keys = jnp.repeat(read_context(k_pages, layer, page_table, starts, lengths), group, axis=2)
+    values = jnp.repeat(read_context(v_pages, layer, page_table, starts, lengths), group, axis=2)
+    out = attend(q, keys, values, starts, lengths, scale)
+    return out.astype(q.dtype), k_pages, v_pages

@@ -1,0 +1,115 @@
+"""Token-indexed memory in pages: writing rows in place, reading blocks, and softmax attention over them.
+
+Position p of a sequence lies in page `page_table[b, p // page]`, row `p % page`. Page 0 is the null page: entries of
+the table past a sequence's end are 0, and whatever it or any unwritten row holds (NaN included) reaches no result.
+"""
+
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+# Stands for minus infinity in a running maximum, where a difference of two infinities would be NaN.
+_LOWEST = -1e30
+
+
+def token_mask(lengths: Int[Array, "B"], tokens: int) -> Bool[Array, "B T"]:
+    """Which of the T padded steps of each sequence are real."""
+    return jnp.arange(tokens) < lengths[:, None]
+
+
+def write_rows(
+    pages: Float[Array, "L P page *row"],
+    rows: Float[Array, "B T *row"],
+    layer: int | Int[Array, ""],
+    page_table: Int[Array, "B W"],
+    starts: Int[Array, "B"],
+    lengths: Int[Array, "B"],
+) -> Float[Array, "L P page *row"]:
+    """Rows of the real tokens at positions starts[b].. of their sequences; padded tokens write nothing.
+
+    A scatter, which XLA does in place when `pages` is donated.
+    """
+    page_size, tokens = pages.shape[2], rows.shape[1]
+    positions = starts[:, None] + jnp.arange(tokens)
+    page = jnp.take_along_axis(page_table, positions // page_size, axis=1, mode="clip")
+    outside = pages.shape[1]
+    page = jnp.where(token_mask(lengths, tokens), page, outside)
+    return pages.at[layer, page, positions % page_size].set(rows.astype(pages.dtype), mode="drop")
+
+
+def read_pages(
+    pages: Float[Array, "L P page *row"], layer: int | Int[Array, ""], page_ids: Int[Array, "B n"]
+) -> Float[Array, "B S *row"]:
+    """The rows of n pages of each sequence, one after the other: S = n * page."""
+    block = pages[layer, page_ids]
+    return block.reshape(block.shape[0], -1, *block.shape[3:])
+
+
+def block_pages(block_tokens: int, page_size: int, table_width: int) -> int:
+    """How many pages make a block of about `block_tokens` tokens: at least one, at most the whole table."""
+    return max(1, min(block_tokens // page_size, table_width))
+
+
+def attend_blocks(
+    q: Float[Array, "B T Hq d"],
+    read_block: Callable[[Int[Array, "B n"]], tuple[Float[Array, "B S Hkv d"], Float[Array, "B S Hkv dv"]]],
+    page_table: Int[Array, "B W"],
+    starts: Int[Array, "B"],
+    lengths: Int[Array, "B"],
+    *,
+    page_size: int,
+    block_pages: int,
+    value_dim: int,
+    num_kv_heads: int,
+    scale: float,
+    max_length: int | None,
+) -> Float[Array, "B T Hq dv"]:
+    """Causal softmax attention with a running maximum and sum (Milakov and Gimelshein 2018, as in FlashAttention).
+
+    The query of step t is at position starts[b] + t and sees keys up to it. `read_block` turns the ids of `block_pages`
+    pages into their keys and values. The loop ends after the longest sequence; with `max_length`, a Python int no
+    smaller than any starts + lengths, its trip count is static and it can be differentiated. Accumulates in float32.
+    Padded steps give 0.
+    """
+    batch, tokens, heads, _ = q.shape
+    block = block_pages * page_size
+    table = jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % block_pages)))
+    real = token_mask(lengths, tokens)
+    ends = jnp.where(lengths > 0, starts + lengths, 0)
+    # Padded steps see no key at all.
+    last_seen = jnp.where(real, starts[:, None] + jnp.arange(tokens), -1)[:, None, None, :, None]
+    q = jnp.where(real[:, :, None, None], q, 0).reshape(batch, tokens, num_kv_heads, heads // num_kv_heads, -1)
+    q = q.transpose(0, 2, 3, 1, 4)
+
+    def body(index, carry):
+        highest, total, accumulated = carry
+        page_ids = lax.dynamic_slice_in_dim(table, index * block_pages, block_pages, axis=1)
+        keys, values = read_block(page_ids)
+        positions = index * block + jnp.arange(block)
+        written = (positions < ends[:, None])[:, :, None, None]
+        keys, values = jnp.where(written, keys, 0), jnp.where(written, values, 0)
+        scores = scale * jnp.einsum("bkgtd,bskd->bkgts", q, keys, preferred_element_type=jnp.float32)
+        visible = positions <= last_seen
+        scores = jnp.where(visible, scores, _LOWEST)
+        new_highest = jnp.maximum(highest, scores.max(axis=-1))
+        weights = jnp.where(visible, jnp.exp(scores - new_highest[..., None]), 0)
+        shrink = jnp.exp(highest - new_highest)
+        total = total * shrink + weights.sum(axis=-1)
+        update = jnp.einsum(
+            "bkgts,bskv->bkgtv", weights.astype(values.dtype), values, preferred_element_type=jnp.float32
+        )
+        return new_highest, total, accumulated * shrink[..., None] + update
+
+    rows = q.shape[:-1]
+    carry = (jnp.full(rows, _LOWEST), jnp.zeros(rows), jnp.zeros((*rows, value_dim)))
+    count: int | Array = (ends.max() + block - 1) // block
+    if max_length is not None:
+        count = min(math.ceil(max_length / block), table.shape[1] // block_pages)
+        body = jax.checkpoint(body)
+    _, total, accumulated = lax.fori_loop(0, count, body, carry)
+    out = accumulated / jnp.where(total > 0, total, 1)[..., None]
+    return out.transpose(0, 3, 1, 2, 4).reshape(batch, tokens, heads, value_dim)
