@@ -6,9 +6,10 @@ model plus at most two copies of its largest tensor.
 """
 
 import functools
+import gc
 import itertools
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -80,14 +81,14 @@ def fill(
             except _UnfitError as error:
                 problems.append(f"{info.file.name}: {error}")
                 continue
-            if rule.path not in leaves:
-                leaves[rule.path] = jnp.zeros(spec.shape, spec.dtype, device=spec.sharding)
-            leaves[rule.path], finite = _write(leaves[rule.path], value, rule.index)
+            leaf = leaves.pop(rule.path, None)
+            if leaf is None:
+                leaf = jnp.zeros(spec.shape, spec.dtype, device=spec.sharding)
+            leaves[rule.path], finite = _write(leaf, value, rule.index)
+            del leaf, value
+            _settle(leaves[rule.path])
             if check_finite and not finite:
                 problems.append(f"{info.file.name}: {rule.name!r}: expected finite values of {spec.dtype}")
-            # Dispatch is asynchronous: without waiting, tensors would queue up on the host.
-            del value
-            leaves[rule.path].block_until_ready()
     _raise_if_any(problems, folder)
     return leaves
 
@@ -112,7 +113,7 @@ def _leaf_problems(abstract: Mapping[LeafPath, jax.ShapeDtypeStruct], rules: Seq
         wanted = list(itertools.product(*map(range, shape[: max(depths, default=0)])))
         missing = sorted(set(wanted) - set(found))
         outside = sorted(set(found) - set(wanted))
-        twice = sorted(index for index in set(found) if found.count(index) > 1)
+        twice = sorted(index for index, count in Counter(found).items() if count > 1)
         for indices_at_fault, fault in ((missing, "no rule fills"), (outside, "outside it"), (twice, "filled twice")):
             if indices_at_fault:
                 at = "" if indices_at_fault == [()] else f" at {_show_some(indices_at_fault)}"
@@ -218,7 +219,7 @@ def _place(
     """The tensor on its devices, split as the trailing dimensions of its leaf are."""
     sharding = _slice_sharding(spec.sharding, len(index))
     if sharding is None:
-        return jnp.asarray(value)
+        return jax.device_put(value)
     return jax.make_array_from_callback(value.shape, sharding, lambda where: value[where])
 
 
@@ -237,3 +238,13 @@ def _write(
     block = jax.lax.expand_dims(cast, range(len(index)))
     start = (*index, *(0,) * cast.ndim)
     return jax.lax.dynamic_update_slice(leaf, block, start), jnp.isfinite(cast).all()
+
+
+def _settle(leaf: Shaped[Array, "..."]) -> None:
+    """Wait until the leaf is written and let go of what it was written from.
+
+    Dispatch is asynchronous, so without the wait tensors would queue up on the host. The runtime drops its reference
+    to a host buffer on a thread of its own and leaves the buffer to the next garbage collection, of any generation.
+    """
+    leaf.block_until_ready()
+    gc.collect(0)
