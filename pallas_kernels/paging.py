@@ -21,6 +21,12 @@ def token_mask(lengths: Int[Array, "B"], tokens: int) -> Bool[Array, "B T"]:
     return jnp.arange(tokens) < lengths[:, None]
 
 
+def zero_padding(rows: Float[Array, "B T *row"], lengths: Int[Array, "B"]) -> Float[Array, "B T *row"]:
+    """The rows with padded steps set to 0, whatever they held."""
+    real = token_mask(lengths, rows.shape[1])
+    return jnp.where(real.reshape(*real.shape, *[1] * (rows.ndim - 2)), rows, 0)
+
+
 def write_rows(
     pages: Float[Array, "L P page *row"],
     rows: Float[Array, "B T *row"],
@@ -42,11 +48,15 @@ def write_rows(
 
 
 def read_pages(
-    pages: Float[Array, "L P page *row"], layer: int | Int[Array, ""], page_ids: Int[Array, "B n"]
+    pages: Float[Array, "L P page *row"],
+    layer: int | Int[Array, ""],
+    page_ids: Int[Array, "B n"],
+    written: Bool[Array, "B S"],
 ) -> Float[Array, "B S *row"]:
-    """The rows of n pages of each sequence, one after the other: S = n * page."""
+    """The rows of n pages of each sequence, one after the other: S = n * page. 0 where no token was written."""
     block = pages[layer, page_ids]
-    return block.reshape(block.shape[0], -1, *block.shape[3:])
+    block = block.reshape(block.shape[0], -1, *block.shape[3:])
+    return jnp.where(written.reshape(*written.shape, *[1] * (block.ndim - 2)), block, 0)
 
 
 def block_pages(block_tokens: int, page_size: int, table_width: int) -> int:
@@ -56,7 +66,9 @@ def block_pages(block_tokens: int, page_size: int, table_width: int) -> int:
 
 def attend_blocks(
     q: Float[Array, "B T Hq d"],
-    read_block: Callable[[Int[Array, "B n"]], tuple[Float[Array, "B S Hkv d"], Float[Array, "B S Hkv dv"]]],
+    read_block: Callable[
+        [Int[Array, "B n"], Bool[Array, "B S"]], tuple[Float[Array, "B S Hkv d"], Float[Array, "B S Hkv dv"]]
+    ],
     page_table: Int[Array, "B W"],
     starts: Int[Array, "B"],
     lengths: Int[Array, "B"],
@@ -71,9 +83,9 @@ def attend_blocks(
     """Causal softmax attention with a running maximum and sum (Milakov and Gimelshein 2018, as in FlashAttention).
 
     The query of step t is at position starts[b] + t and sees keys up to it. `read_block` turns the ids of `block_pages`
-    pages into their keys and values. The loop ends after the longest sequence; with `max_length`, a Python int no
-    smaller than any starts + lengths, its trip count is static and it can be differentiated. Accumulates in float32.
-    Padded steps give 0.
+    pages, and which of their rows hold a token, into keys and values that are finite throughout. The loop ends after
+    the longest sequence; with `max_length`, a Python int no smaller than any starts + lengths, its trip count is static
+    and it can be differentiated. Accumulates in float32. Padded steps give 0.
     """
     batch, tokens, heads, _ = q.shape
     block = block_pages * page_size
@@ -82,16 +94,14 @@ def attend_blocks(
     ends = jnp.where(lengths > 0, starts + lengths, 0)
     # Padded steps see no key at all.
     last_seen = jnp.where(real, starts[:, None] + jnp.arange(tokens), -1)[:, None, None, :, None]
-    q = jnp.where(real[:, :, None, None], q, 0).reshape(batch, tokens, num_kv_heads, heads // num_kv_heads, -1)
+    q = zero_padding(q, lengths).reshape(batch, tokens, num_kv_heads, heads // num_kv_heads, -1)
     q = q.transpose(0, 2, 3, 1, 4)
 
     def body(index, carry):
         highest, total, accumulated = carry
         page_ids = lax.dynamic_slice_in_dim(table, index * block_pages, block_pages, axis=1)
-        keys, values = read_block(page_ids)
         positions = index * block + jnp.arange(block)
-        written = (positions < ends[:, None])[:, :, None, None]
-        keys, values = jnp.where(written, keys, 0), jnp.where(written, values, 0)
+        keys, values = read_block(page_ids, positions < ends[:, None])
         scores = scale * jnp.einsum("bkgtd,bskd->bkgts", q, keys, preferred_element_type=jnp.float32)
         visible = positions <= last_seen
         scores = jnp.where(visible, scores, _LOWEST)

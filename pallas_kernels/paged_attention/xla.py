@@ -27,8 +27,8 @@ def paged_attention(
     v_pages = paging.write_rows(v_pages, v, layer, page_table, starts, lengths)
     page_size = k_pages.shape[2]
 
-    def read_block(page_ids):
-        return paging.read_pages(k_pages, layer, page_ids), paging.read_pages(v_pages, layer, page_ids)
+    def read_block(page_ids, written):
+        return tuple(paging.read_pages(pages, layer, page_ids, written) for pages in (k_pages, v_pages))
 
     out = paging.attend_blocks(
         q,
