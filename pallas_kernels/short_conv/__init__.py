@@ -1,0 +1,47 @@
+"""Causal depthwise convolution over a few tokens, with its state in slots."""
+
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.registry import Implementation, Operator, choose
+from pallas_kernels.short_conv import reference, xla
+
+OPERATOR = Operator(
+    "short_conv",
+    (
+        Implementation("xla", xla.short_conv),
+        Implementation("reference", reference.short_conv, automatic=False),
+    ),
+)
+
+
+def short_conv(
+    x: Float[Array, "B T C"],
+    weight: Float[Array, "C K"],
+    state: Float[Array, "L N K-1 C"],
+    layer: int | Int[Array, ""],
+    read_slots: Int[Array, " B"],
+    write_slots: Int[Array, " B"],
+    lengths: Int[Array, " B"],
+    bias: Float[Array, " C"] | None = None,
+) -> tuple[Float[Array, "B T C"], Float[Array, "L N K-1 C"]]:
+    """Convolve each channel over time, then apply SiLU.
+
+    y_t = silu(bias + sum_j weight[:, j] x_{t-K+1+j}): tap K-1 multiplies the current token, and inputs from before
+    this call come from the state. This is the short convolution of Gated DeltaNet (arXiv:2412.06464), Kimi Delta
+    Attention (arXiv:2510.26692) and Mamba.
+
+    Args:
+        x: inputs of T new tokens. Tokens at and beyond a row's length are padding and may hold anything, NaN included.
+        weight: one filter of K taps a channel.
+        state: the last K-1 inputs, oldest first, of N slots in L layers.
+        layer: which of the L layers to use.
+        read_slots: where each row's state is read; rows may share one.
+        write_slots: where each row's new state goes; distinct, save that padding rows share slot 0.
+        lengths: valid tokens of each row, 0 to T. A row of length 0 copies its state unchanged.
+        bias: added before SiLU.
+
+    Returns:
+        The activations in x's dtype (computed in float32; unspecified on padding), and the updated state.
+    """
+    arguments = (x, weight, state, layer, read_slots, write_slots, lengths, bias)
+    return choose(OPERATOR, *arguments)(*arguments)
