@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array, Bool, Shaped
 
 from jaxhybrid.checkpoint.safetensors_folder import CheckpointFolder, TensorInfo
@@ -83,14 +83,15 @@ def fill(
                 continue
             leaf = leaves.pop(rule.path, None)
             if leaf is None:
-                leaf = jnp.zeros(spec.shape, spec.dtype, device=spec.sharding)
+                leaf = jnp.zeros(spec.shape, spec.dtype, device=_working_sharding(spec.sharding))
             leaves[rule.path], finite = _write(leaf, value, rule.index)
             del leaf, value
             _settle(leaves[rule.path])
             if check_finite and not finite:
                 problems.append(f"{info.file.name}: {rule.name!r}: expected finite values of {spec.dtype}")
     _raise_if_any(problems, folder)
-    return leaves
+    # The same buffers under the sharding that was asked for.
+    return {path: jax.device_put(leaf, abstract[path].sharding) for path, leaf in leaves.items()}
 
 
 # Problems that rules and headers show
@@ -217,16 +218,21 @@ def _place(
     value: Shaped[np.ndarray, "..."], spec: jax.ShapeDtypeStruct, index: tuple[int, ...]
 ) -> Shaped[Array, "..."]:
     """The tensor on its devices, split as the trailing dimensions of its leaf are."""
-    sharding = _slice_sharding(spec.sharding, len(index))
+    sharding = _working_sharding(spec.sharding, len(index))
     if sharding is None:
         return jax.device_put(value)
     return jax.make_array_from_callback(value.shape, sharding, lambda where: value[where])
 
 
-def _slice_sharding(sharding: Sharding | None, dropped: int) -> Sharding | None:
-    if isinstance(sharding, NamedSharding):
-        return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[dropped:]), memory_kind=sharding.memory_kind)
-    return sharding
+def _working_sharding(sharding: Sharding | None, dropped: int = 0) -> Sharding | None:
+    """The sharding without its `dropped` leading dimensions, on a mesh whose axes the compiler may use as it likes.
+
+    On a mesh of explicit axes a slice could not be written into a leaf that is split along its stacked dimensions.
+    """
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    mesh = Mesh(sharding.mesh.devices, sharding.mesh.axis_names)
+    return NamedSharding(mesh, PartitionSpec(*sharding.spec[dropped:]), memory_kind=sharding.memory_kind)
 
 
 @functools.partial(jax.jit, donate_argnums=0)

@@ -7,6 +7,7 @@ one buffer per tensor: a memory map would leave every page that was read in the 
 
 import json
 import math
+import re
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -141,7 +142,10 @@ def read_json_object(path: Path, **options: Any) -> dict[str, Any]:
 def _decode_float(value: dict[str, Any]) -> Any:
     if value.keys() != {"__float__"}:
         return value
-    return float(value["__float__"])
+    text = value["__float__"]
+    if not isinstance(text, str):
+        raise ValueError(f"__float__ with {text!r}")
+    return float(text)
 
 
 def _what_is(path: Path) -> str:
@@ -207,8 +211,8 @@ def _read_index(path: Path) -> dict[str, str]:
         raise CheckpointError(f"{path}: expected a non-empty object 'weight_map' of tensor name -> file name")
     for name, shard in weight_map.items():
         # A name with a folder in it could point outside the checkpoint.
-        if not isinstance(shard, str) or Path(shard).name != shard:
-            raise CheckpointError(f"{path}: tensor {name!r}: expected a plain file name, found {shard!r}")
+        if not isinstance(shard, str) or not re.fullmatch(r"[^/\\]+\.safetensors", shard):
+            raise CheckpointError(f"{path}: tensor {name!r}: expected the name of a safetensors file, found {shard!r}")
     return weight_map
 
 
