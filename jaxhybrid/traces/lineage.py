@@ -1,0 +1,98 @@
+"""Which earlier call each call of a trajectory continues or forks from, found by content."""
+
+import json
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from jaxhybrid.traces.trajectory import BlockCall, Message, MessageCall, TextCall
+
+MIN_SHARED_CHARACTERS = 64
+"""A shorter opening in common is a role label or a greeting, not a context to fork from."""
+
+C = TypeVar("C", MessageCall, TextCall, BlockCall)
+
+
+class PrefixTrie:
+    """Paths of hashable items, each remembered by the latest index that passed through."""
+
+    def __init__(self) -> None:
+        self._nodes: dict[tuple[int, Hashable], int] = {}
+        self._latest: list[int | None] = [None]
+
+    def deepest(self, path: Iterable[Hashable]) -> tuple[int, int | None]:
+        """Length of the longest known opening of `path`, and the latest index that has it (None at length 0)."""
+        node = depth = 0
+        for item in path:
+            child = self._nodes.get((node, item))
+            if child is None:
+                break
+            node, depth = child, depth + 1
+        return depth, self._latest[node]
+
+    def insert(self, path: Iterable[Hashable], index: int) -> None:
+        node = 0
+        for item in path:
+            child = self._nodes.setdefault((node, item), len(self._latest))
+            if child == len(self._latest):
+                self._latest.append(None)
+            node = child
+            self._latest[node] = index
+
+
+def with_parents(calls: Sequence[C]) -> tuple[C, ...]:
+    """The same calls, each with the `parent` that its content shows. All calls are of one kind."""
+    if calls and isinstance(calls[0], TextCall):
+        parents = _text_parents([call.text for call in calls if isinstance(call, TextCall)])
+    else:
+        parents = _path_parents(calls)
+    return tuple(replace(call, parent=parent) for call, parent in zip(calls, parents, strict=True))
+
+
+def _path_parents(calls: Sequence[MessageCall | TextCall | BlockCall]) -> list[int | None]:
+    trie = PrefixTrie()
+    keys: dict[int, str] = {}
+    parents: list[int | None] = []
+    for index, call in enumerate(calls):
+        if isinstance(call, BlockCall):
+            prompt: list[Hashable] = call.blocks.tolist()
+            shortest, path = 1, prompt
+        else:
+            assert isinstance(call, MessageCall)
+            # Tools are rendered into the prompt: other tools make another context, however alike the messages.
+            prompt = [json.dumps(call.tools), *(_key(message, keys) for message in call.messages)]
+            shortest, path = 2, [*prompt, _key(call.response, keys)]
+        depth, latest = trie.deepest(prompt)
+        parents.append(latest if depth >= shortest else None)
+        trie.insert(path, index)
+    return parents
+
+
+def _key(message: Message, known: dict[int, str]) -> str:
+    """The message as canonical JSON, computed once per object (calls of a trajectory share their messages)."""
+    key = known.get(id(message))
+    if key is None:
+        key = known[id(message)] = json.dumps(message, sort_keys=True)
+    return key
+
+
+def _text_parents(texts: Sequence[str]) -> list[int | None]:
+    parents: list[int | None] = []
+    for index, text in enumerate(texts):
+        best, parent = MIN_SHARED_CHARACTERS - 1, None
+        for earlier in range(index - 1, -1, -1):
+            if texts[earlier][: best + 1] == text[: best + 1] and best < min(len(text), len(texts[earlier])):
+                best, parent = _shared_length(texts[earlier], text), earlier
+        parents.append(parent)
+    return parents
+
+
+def _shared_length(a: str, b: str) -> int:
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -1,0 +1,48 @@
+"""Logs of calls as flattened text (the LMCache agent traces).
+
+JSON lines, one call each, in any order:
+  {"timestamp": microseconds, "input": "the whole prompt", "output": "the response", "session_id": "..."}
+The calls of one session make one trajectory, in order of time. A call with an empty input is an error: there is nothing
+to compute. An empty output is a response that the log does not hold (a tool call, say).
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import msgspec
+
+from jaxhybrid.errors import TraceError
+from jaxhybrid.traces.files import Record, read_entries
+from jaxhybrid.traces.lineage import with_parents
+from jaxhybrid.traces.trajectory import TextCall, Trajectory
+
+FORMAT = "call_log"
+
+
+class _Row(msgspec.Struct):
+    timestamp: float
+    input: str
+    output: str
+    session_id: str
+
+
+def recognises(value: Any) -> bool:
+    return isinstance(value, dict) and {"timestamp", "input", "output", "session_id"} <= value.keys()
+
+
+def read(records: Iterable[Record]) -> Iterator[Trajectory | TraceError]:
+    sessions: dict[str, list[tuple[float, str, TextCall]]] = {}
+    for record in read_entries(records):
+        try:
+            row = record.convert(_Row)
+            if not row.input:
+                raise TraceError(f"{record.source}: expected a prompt, got an empty input")
+        except TraceError as error:
+            yield error
+            continue
+        time = row.timestamp / 1e6
+        call = TextCall(text=row.input, response_text=row.output, timestamp_s=time)
+        sessions.setdefault(row.session_id, []).append((time, record.source, call))
+    for session, calls in sessions.items():
+        calls.sort(key=lambda entry: entry[0])
+        yield Trajectory(session, calls[0][1], FORMAT, with_parents([call for _, _, call in calls]))
