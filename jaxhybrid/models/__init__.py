@@ -1,0 +1,21 @@
+"""Model families: each file turns a published config.json into a ModelConfig and names the published tensors."""
+
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+from jaxhybrid.errors import ConfigError
+from jaxhybrid.models import kimi_linear, qwen3, qwen3_next
+
+FAMILIES: Mapping[str, ModuleType] = {
+    model_type: family for family in (kimi_linear, qwen3_next, qwen3) for model_type in family.MODEL_TYPES
+}
+
+
+def family_of(config: Mapping[str, Any], where: str) -> ModuleType:
+    """The family module for a config.json. Raises ConfigError for a `model_type` nobody implements."""
+    model_type = config.get("model_type")
+    if model_type not in FAMILIES:
+        known = ", ".join(sorted(FAMILIES))
+        raise ConfigError(f"{where}: unknown model_type {model_type!r}, expected one of {known}")
+    return FAMILIES[model_type]

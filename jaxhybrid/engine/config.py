@@ -1,0 +1,48 @@
+"""What an engine is given to work with."""
+
+from dataclasses import dataclass, field
+
+from jaxhybrid.cache.retention import Retention
+from jaxhybrid.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Sizes are fixed when the engine is made: they are the shapes of its compiled programs.
+
+    max_sequences: rows of a decode batch, and live sequences there is always a slot for.
+    max_tokens: tokens of token-indexed state (keys, values, latents) that fit, over all sequences and checkpoints.
+    max_context: tokens of one sequence; the smaller of `max_tokens` and the model's positions if None.
+    max_checkpoints: slots for retained bundles, on top of one for every sequence.
+    page_size: tokens to a page.
+    prefill_chunks: token counts a prefill program is compiled for, ascending.
+    prefill_rows: sequences that one prefill program may take together.
+    steps_per_dispatch: tokens a decode loop makes on the device before the host looks.
+    retention: where checkpoints are kept.
+    max_known_tokens: token ids the prefix index remembers beyond those of its checkpoints.
+    poison: fill freed state with NaN, so that a stale read can't go unseen. For tests: every release costs a program.
+    """
+
+    max_sequences: int = 8
+    max_tokens: int = 65536
+    max_context: int | None = None
+    max_checkpoints: int = 64
+    page_size: int = 64
+    prefill_chunks: tuple[int, ...] = (16, 64, 256, 512)
+    prefill_rows: int = 1
+    steps_per_dispatch: int = 32
+    retention: Retention = field(default_factory=Retention)
+    max_known_tokens: int = 16_000_000
+    poison: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("max_sequences", "max_tokens", "page_size", "prefill_rows", "steps_per_dispatch"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.max_checkpoints < 0:
+            raise ConfigError(f"max_checkpoints must be at least 0, got {self.max_checkpoints}")
+        if self.max_context is not None and not 1 <= self.max_context <= self.max_tokens:
+            raise ConfigError(f"max_context must be 1 to max_tokens={self.max_tokens}, got {self.max_context}")
+        chunks = self.prefill_chunks
+        if not chunks or chunks[0] < 1 or list(chunks) != sorted(set(chunks)):
+            raise ConfigError(f"prefill_chunks must be ascending positive token counts, got {chunks}")

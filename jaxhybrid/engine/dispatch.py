@@ -1,0 +1,54 @@
+"""Turns reservations into the arrays a compiled program takes."""
+
+from collections.abc import Sequence
+from functools import cache
+
+import numpy as np
+from jaxtyping import Int32
+
+from jaxhybrid.state.batch import BatchAddress
+from jaxhybrid.state.pool import NULL_PAGE, NULL_SLOT, Reservation
+
+DISPATCH_TOKENS = 32  # what starting a program costs, in tokens of prefill
+
+
+def rows_bucket(rows: int) -> int:
+    """The batch size that `rows` sequences are padded to."""
+    return 1 << (rows - 1).bit_length()
+
+
+def address_of(steps: Sequence[Reservation], lengths: Sequence[int], rows: int, width: int) -> BatchAddress:
+    """The address of a batch, padded to `rows` with null slots and pages; `width` pages a row."""
+    table = np.full((rows, width), NULL_PAGE, np.int32)
+    columns = np.zeros((4, rows), np.int32)
+    columns[2:] = NULL_SLOT
+    for row, (step, length) in enumerate(zip(steps, lengths, strict=True)):
+        table[row, : len(step.pages)] = step.pages
+        columns[:, row] = step.base.length, length, step.base.slot, step.write_slot
+    starts, lengths_array, read_slots, write_slots = columns
+    return BatchAddress(starts, lengths_array, table, read_slots, write_slots)
+
+
+def page_copies(steps: Sequence[Reservation]) -> tuple[Int32[np.ndarray, " N"], Int32[np.ndarray, " N"]] | None:
+    """Source and target pages that must be copied before the step, padded with the null page; None if there are none."""
+    copies = [step.copied_page for step in steps if step.copied_page is not None]
+    if not copies:
+        return None
+    padded = np.full((2, rows_bucket(len(copies))), NULL_PAGE, np.int32)
+    padded[:, : len(copies)] = np.array(copies, np.int32).T
+    return padded[0], padded[1]
+
+
+@cache
+def chunk_plan(tokens: int, buckets: tuple[int, ...]) -> tuple[int, ...]:
+    """Chunk sizes that prefill `tokens` at the least cost, where a chunk costs its padded size and a fixed share."""
+    largest = buckets[-1]
+    if tokens > largest:
+        return (largest, *chunk_plan(tokens - largest, buckets)) if tokens < 4 * largest else (largest,)
+    plans = []
+    for bucket in buckets:
+        if bucket >= tokens:
+            plans.append((bucket,))
+            break
+        plans.append((bucket, *chunk_plan(tokens - bucket, buckets)))
+    return min(plans, key=lambda plan: sum(plan) + DISPATCH_TOKENS * len(plan))

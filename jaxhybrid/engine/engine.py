@@ -1,0 +1,358 @@
+"""The engine: prefills, extends, generates, forks and resumes sequences over one state pool."""
+
+import time
+from collections.abc import Sequence as Several
+
+import jax
+import numpy as np
+from jaxtyping import Float, Int
+
+from jaxhybrid.cache.prefix_index import Checkpoint
+from jaxhybrid.engine.config import EngineConfig
+from jaxhybrid.engine.dispatch import address_of, chunk_plan, rows_bucket
+from jaxhybrid.engine.job import Job
+from jaxhybrid.engine.memory import StateMemory
+from jaxhybrid.engine.programs import Programs
+from jaxhybrid.engine.sampling import Sampling, SamplingControls, SamplingMode
+from jaxhybrid.engine.scheduler import Scheduler, Turn
+from jaxhybrid.engine.sequence import Generation, Mark, Sequence
+from jaxhybrid.engine.stats import EngineStats
+from jaxhybrid.engine.stop_strings import kept_tokens
+from jaxhybrid.errors import CapacityError, JaxHybridError, ReleasedError, TokenError
+from jaxhybrid.model import Model, check_tokens
+from jaxhybrid.state.pool import Bundle, Reservation
+
+TokenIds = Several[int] | Int[np.ndarray, " n"]
+STOP_WIDTH = 8  # stop tokens a row has room for, before the program is compiled for more
+
+
+class Engine:
+    """Serves one model on one pool. Not thread-safe: one caller drives it."""
+
+    def __init__(self, model: Model, config: EngineConfig | None = None) -> None:
+        self.model = model
+        self.config = config or EngineConfig()
+        self._programs = Programs(model)
+        self._memory = StateMemory(model, self.config, self._programs)
+        self._scheduler = Scheduler(self.config.max_sequences, self.config.prefill_rows)
+
+    # Sequences
+
+    def prefill(
+        self,
+        token_ids: TokenIds,
+        tenant: str = "default",
+        trajectory: str | None = None,
+        branch: str = "main",
+        turn_start: int | None = None,
+    ) -> Sequence:
+        """A new sequence of these tokens, computed from the longest complete prefix known to the tenant.
+
+        `turn_start`: how many of them come before the generation prompt, if that is known; a checkpoint is kept there.
+        Raises TokenError for bad ids or too many, CapacityError if the pool can't hold them; the engine goes on.
+        """
+        return self._finish(self.submit(token_ids, tenant, trajectory, branch, turn_start)).sequence
+
+    def extend(self, sequence: Sequence, token_ids: TokenIds) -> Sequence:
+        """Appends tokens without sampling, such as a tool's result. Errors as `prefill`; the sequence is as it was."""
+        self._finish(self._queue(Job(sequence, self._checked(token_ids, sequence.length))))
+        return sequence
+
+    def score(self, sequence: Sequence, token_ids: TokenIds) -> Float[np.ndarray, " n"]:
+        """Appends tokens as `extend` does and returns the log-probability of each given all before it."""
+        self._must_have_tokens(sequence)
+        job = self._finish(self._queue(Job(sequence, self._checked(token_ids, sequence.length), score=True)))
+        return np.array(job.scores, np.float32)
+
+    def generate(
+        self,
+        sequences: Several[Sequence],
+        sampling: Sampling | Several[Sampling],
+        forced: Several[TokenIds] | None = None,
+    ) -> list[Generation]:
+        """Continues every sequence, together, and returns what each made, in order.
+
+        `forced`: recorded responses, taken token by token through the decode loop instead of sampling. The first error
+        (CapacityError, for one) is raised once all the others are done.
+        """
+        options = [sampling] * len(sequences) if isinstance(sampling, Sampling) else list(sampling)
+        jobs = []
+        for number, (sequence, option) in enumerate(zip(sequences, options, strict=True)):
+            self._must_have_tokens(sequence)
+            response = None if forced is None else self._checked(forced[number], sequence.length)
+            jobs.append(Job(sequence, np.zeros(0, np.int32), option, response))
+        for job in jobs:
+            self._queue(job)
+        while any(job.phase != "done" for job in jobs):
+            self.step()
+        for job in jobs:
+            if job.error is not None:
+                raise job.error
+        return [job.generation for job in jobs]
+
+    def resume(self, mark: Mark, trajectory: str | None = None, branch: str = "main") -> Sequence:
+        """A new sequence that goes on from a retained bundle. Raises ReleasedError if it was evicted or deleted."""
+        return self._memory.resume(self, mark._checkpoint, trajectory, branch)
+
+    def delete(self, trajectory: str | None = None, tenant: str | None = None) -> int:
+        """Forgets checkpoints and known paths of a trajectory or tenant, and releases its live sequences.
+
+        Returns the number of checkpoints forgotten. Raises TokenError if neither is named.
+        """
+        if trajectory is None and tenant is None:
+            raise TokenError("delete needs a trajectory or a tenant")
+        for job in self._scheduler.running:
+            if trajectory in (None, job.sequence.trajectory) and tenant in (None, job.sequence.tenant):
+                self._fail(job, ReleasedError("deleted while it was running"))
+        return self._memory.delete(trajectory, tenant)
+
+    # Requests that share dispatches
+
+    def submit(
+        self,
+        token_ids: TokenIds,
+        tenant: str = "default",
+        trajectory: str | None = None,
+        branch: str = "main",
+        turn_start: int | None = None,
+        sampling: Sampling | None = None,
+        forced: TokenIds | None = None,
+    ) -> Job:
+        """Queues a prompt, and a continuation if `sampling` is given; `step` works on it."""
+        tokens = self._checked(token_ids, 0)
+        if turn_start is not None and not 0 <= turn_start <= tokens.size:
+            raise TokenError(f"turn_start must be 0 to {tokens.size}, got {turn_start}")
+        response = None if forced is None else self._checked(forced, tokens.size)
+        sequence = self._memory.new_sequence(self, tenant, trajectory, branch)
+        return self._queue(Job(sequence, tokens, sampling, response, turn_start=turn_start, fresh=True))
+
+    def step(self) -> list[Job]:
+        """One dispatch for the requests whose turn it is; returns those that are done or failed (see `Job.error`)."""
+        done = []
+        for job in self._scheduler.admit():
+            self._memory.open(job)
+            if not job.pending.size:
+                done += self._after_prompt([job])
+        turn = self._scheduler.schedule()
+        if turn is not None:
+            run = {"prefill": self._run_prefill, "score": self._run_prefill, "decode": self._run_decode}[turn.kind]
+            done += run(turn)
+        return done
+
+    def warm_up(self, rows: Several[int] = (1,), modes: Several[Sampling] = (Sampling(),)) -> None:
+        """Compiles the programs for these batch sizes and kinds of sampling, on padding only."""
+        width, vocab = self._memory.table_width, self.model.config.vocab_size
+        for chunk in self.config.prefill_chunks:
+            address = address_of([], [], 1, width)
+            self._memory.run(
+                lambda pool, c=chunk, a=address: self._programs.prefill(pool, np.zeros((1, c), np.int32), a)
+            )
+        for count in rows:
+            size = rows_bucket(count)
+            address = address_of([], [], size, width)
+            forced = np.full((size, self.config.steps_per_dispatch), -1, np.int32)
+            for option in modes:
+                mode = SamplingMode.of([option])
+                controls = SamplingControls.of([], size, STOP_WIDTH)
+                counts = (np.zeros((size, vocab), np.int32),) * 2 if mode.penalised else None
+                arguments = (address, mode, np.zeros(size, np.int32), forced, controls, counts)
+                self._memory.run(lambda pool, a=arguments: self._programs.decode(pool, *a)[1])
+
+    def stats(self) -> EngineStats:
+        """Every counter, as of now."""
+        return self._memory.stats(self._programs.count)
+
+    # How a step runs
+
+    def _queue(self, job: Job) -> Job:
+        job.sequence.bundle  # noqa: B018  raises if it was released
+        longest = job.sequence.length + job.pending.size + max(job.wanted, 0)
+        if longest > self._memory.max_context:
+            self._memory.events.refusals += 1
+            if job.fresh:
+                self._memory.release(job.sequence)
+            raise TokenError(f"{longest} tokens with the response are more than max_context={self._memory.max_context}")
+        self._scheduler.submit(job)
+        return job
+
+    def _finish(self, job: Job) -> Job:
+        while job.phase != "done":
+            self.step()
+        if job.error is not None:
+            raise job.error
+        return job
+
+    def _run_prefill(self, turn: Turn) -> list[Job]:
+        first = turn.jobs[0]
+        chunk = chunk_plan(self._until_boundary(first), self.config.prefill_chunks)[0]
+        wanted = [min(chunk, self._until_boundary(job)) for job in turn.jobs]
+        jobs, steps, failed = self._reserve(turn.jobs, wanted)
+        if not jobs:
+            return failed
+        lengths = [step.tokens for step in steps]
+        rows = rows_bucket(len(jobs))
+        tokens = np.zeros((rows, chunk), np.int32)
+        for row, job in enumerate(jobs):
+            tokens[row, : lengths[row]] = job.pending[: lengths[row]]
+        address = address_of(steps, lengths, rows, self._memory.table_width)
+        started = time.perf_counter()
+        if turn.kind == "score":
+            log_probs = self._memory.run_for(steps, lambda pool: self._programs.score(pool, tokens, address))
+            for job, row, length in zip(jobs, np.asarray(log_probs), lengths, strict=True):
+                job.scores += row[:length].tolist()
+        else:
+            self._memory.run_for(steps, lambda pool: (None, self._programs.prefill(pool, tokens, address)))
+            self._memory.wait()
+        took = time.perf_counter() - started
+        for job, step in zip(jobs, steps, strict=True):
+            self._memory.advance(job, step, job.pending[: step.tokens])
+            job.pending = job.pending[step.tokens :]
+            job.prefilled += step.tokens
+            job.prefill_s += took / len(jobs)
+        return failed + self._after_prompt([job for job in jobs if not job.pending.size])
+
+    def _until_boundary(self, job: Job) -> int:
+        ahead = [boundary - job.sequence.length for boundary, _ in job.boundaries]
+        return min([job.pending.size, *ahead])
+
+    def _after_prompt(self, jobs: Several[Job]) -> list[Job]:
+        """Their prompts are in: on to decoding, or done."""
+        for job in jobs:
+            job.first_token_s = job.first_token_s or time.perf_counter()
+            if job.decodes and job.wanted > 0:
+                job.phase = "decode"
+                if job.sampling is not None and job.sampling.stop:
+                    self._memory.anchor(job)
+        return [self._complete(job) for job in jobs if job.phase != "decode"]
+
+    def _run_decode(self, turn: Turn) -> list[Job]:
+        limit = self.config.steps_per_dispatch
+        jobs, steps, failed = self._reserve(turn.jobs, [min(limit, job.wanted) for job in turn.jobs])
+        if not jobs:
+            return failed
+        rows = rows_bucket(len(jobs))
+        options = [job.sampling or Sampling() for job in jobs]
+        mode = SamplingMode.of(options)
+        budget = np.zeros(rows, np.int32)
+        budget[: len(jobs)] = [step.tokens for step in steps]
+        forced = np.full((rows, limit), -1, np.int32)
+        for row, (job, step) in enumerate(zip(jobs, steps, strict=True)):
+            if job.forced is not None:
+                at = len(job.made)
+                forced[row, : step.tokens] = job.forced[at : at + step.tokens]
+        stop_width = max([STOP_WIDTH, *(len(option.stop_token_ids) for option in options)])
+        controls = SamplingControls.of(options, rows, stop_width)
+        counts = self._counts(jobs, rows) if mode.penalised else None
+        address = address_of(steps, [0] * len(steps), rows, self._memory.table_width)
+        started = time.perf_counter()
+        output = self._memory.run_for(
+            steps, lambda pool: self._programs.decode(pool, address, mode, budget, forced, controls, counts)
+        )
+        output = jax.device_get(output)
+        took = time.perf_counter() - started
+        self._memory.events.decode_dispatches += 1
+        for row, (job, step) in enumerate(zip(jobs, steps, strict=True)):
+            made = int(output.made[row])
+            job.made += output.tokens[row, :made].tolist()
+            job.log_probs += output.log_probs[row, :made].tolist()
+            job.decode_s += took
+            self._memory.advance(job, step, output.tokens[row, :made])
+            if output.stopped[row]:
+                job.finish_reason = "stop"
+        return failed + self._after_decode(jobs)
+
+    def _after_decode(self, jobs: Several[Job]) -> list[Job]:
+        for job in jobs:
+            if job.anchor is not None and job.sampling is not None:
+                kept = kept_tokens(job.made, job.sampling.stop, self.model.tokenizer.decode)
+                if kept is not None:
+                    self._memory.rewind(job, kept)
+        finished = [job for job in jobs if job.phase == "decode" and (job.finish_reason or job.wanted == 0)]
+        return [self._complete(job) for job in finished] + self._after_prompt(
+            [job for job in jobs if job.phase == "prefill" and not job.pending.size]
+        )
+
+    def _counts(self, jobs: Several[Job], rows: int) -> tuple[np.ndarray, np.ndarray]:
+        vocab = self.model.config.vocab_size
+        seen, made = np.zeros((2, rows, vocab), np.int32)
+        for row, job in enumerate(jobs):
+            seen[row] = np.bincount(job.sequence.tokens, minlength=vocab)
+            made[row] = np.bincount(np.array(job.made, np.int64), minlength=vocab)
+        return seen, made
+
+    def _reserve(self, jobs: Several[Job], tokens: Several[int]) -> tuple[list[Job], list[Reservation], list[Job]]:
+        """Room for each job's next tokens, evicting checkpoints and preempting later jobs where it must.
+
+        Returns the jobs that run with their reservations, and those that failed.
+        """
+        runs: list[Job] = []
+        steps: list[Reservation] = []
+        failed: list[Job] = []
+        for job, count in zip(jobs, tokens, strict=True):
+            while job.phase not in ("waiting", "done"):
+                try:
+                    steps.append(self._memory.reserve(job.sequence.bundle, count))
+                    runs.append(job)
+                    break
+                except CapacityError as error:
+                    victim = self._scheduler.victim(spared=[*runs, job])
+                    if victim is not None:
+                        self._preempt(victim)
+                    elif not runs:
+                        failed.append(self._fail(job, error))
+                    else:
+                        break  # its turn comes when those that run now are done
+        return runs, steps, failed
+
+    def _preempt(self, job: Job) -> None:
+        self._memory.set_aside(job)
+        self._scheduler.preempt(job)
+
+    def _fail(self, job: Job, error: JaxHybridError) -> Job:
+        """Takes a job out with its error; a sequence that held nothing before it is released, others keep their state."""
+        job.error = error
+        self._memory.events.refusals += 1
+        self._scheduler.complete(job)
+        self._memory.close(job, failed=True)
+        return job
+
+    def _complete(self, job: Job) -> Job:
+        job.finish_reason = job.finish_reason or ("length" if job.sampling is not None else None)
+        self._scheduler.complete(job)
+        self._memory.close(job, failed=False)
+        return job
+
+    def _checked(self, token_ids: TokenIds, held: int) -> Int[np.ndarray, " n"]:
+        ids = check_tokens(token_ids, self.model.config)
+        if held + ids.size > self._memory.max_context:
+            self._memory.events.refusals += 1
+            raise TokenError(
+                f"{held} + {ids.size} tokens are more than the {self._memory.max_context} that one sequence may have"
+            )
+        return ids
+
+    def _must_have_tokens(self, sequence: Sequence) -> None:
+        if not sequence.bundle.length:
+            raise TokenError("a sequence needs tokens before it can be continued")
+
+    # What sequences and marks ask of their engine
+
+    def _logits(self, sequence: Sequence) -> Float[np.ndarray, " vocab"]:
+        self._must_have_tokens(sequence)
+        slots = np.array([sequence.bundle.slot], np.int32)
+        return np.asarray(self._memory.read(lambda pool: self._programs.read_logits(pool, slots)))[0]
+
+    def _fork(self, sequence: Sequence, branch: str | None) -> Sequence:
+        return self._memory.fork(self, sequence, branch)
+
+    def _mark(self, sequence: Sequence, pin: bool) -> Mark:
+        self._must_have_tokens(sequence)
+        return Mark(self, self._memory.keep(sequence, "asked_for", pin), pin)
+
+    def _unpin(self, checkpoint: Checkpoint[Bundle]) -> None:
+        self._memory.index.unpin(checkpoint)
+
+    def _release(self, sequence: Sequence) -> None:
+        if any(job.sequence is sequence for job in self._scheduler.running):
+            raise ReleasedError("this sequence is being worked on; finish its request before releasing it")
+        self._memory.release(sequence)

@@ -1,0 +1,38 @@
+"""The identity a bundle is filed under: everything that changes the state transition."""
+
+from dataclasses import asdict
+
+import jax
+
+from jaxhybrid.config import AttentionSpec
+from jaxhybrid.errors import TemplateError
+from jaxhybrid.model import Model
+from jaxhybrid.state.schema import LeafSchema, StateSchema
+
+
+def schema_of(model: Model, page_size: int, tenant: str) -> StateSchema:
+    """The schema of every bundle that `model` makes for `tenant`."""
+    leaves = tuple(
+        LeafSchema(f"{leaf.group}.{leaf.name}", leaf.dtype, (leaf.layers, *leaf.shape)) for leaf in model.layout.leaves
+    )
+    ropes = {layer.mixer.rope for layer in model.config.layers if isinstance(layer.mixer, AttentionSpec)}
+    rule = "; ".join(sorted(str(asdict(rope)) if rope else "none" for rope in ropes)) or "none"
+    return StateSchema(
+        weights=model.fingerprint,
+        config=model.config_fingerprint,
+        tokenizer=_tokenizer_fingerprint(model),
+        layer_schedule=tuple(layer.mixer.kind for layer in model.config.layers),
+        leaves=leaves,
+        attention_layout="pages of tokens, each [tokens, *leaf]",
+        page_size=page_size,
+        positional_rule=rule,
+        numerics=f"{jax.default_backend()}, weights {model.dtypes.cache}, state {model.dtypes.state}",
+        tenant=tenant,
+    )
+
+
+def _tokenizer_fingerprint(model: Model) -> str:
+    try:
+        return model.tokenizer.fingerprint
+    except TemplateError:
+        return "none: the checkpoint has no tokenizer"

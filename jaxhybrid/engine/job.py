@@ -1,0 +1,64 @@
+"""One request on its way through the engine: tokens to process, then tokens to make."""
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+from jaxtyping import Int32
+
+from jaxhybrid.engine.sampling import Sampling
+from jaxhybrid.engine.sequence import Generation, Sequence
+from jaxhybrid.errors import JaxHybridError
+from jaxhybrid.state.pool import Bundle
+
+Phase = Literal["waiting", "prefill", "decode", "done"]
+
+
+@dataclass(eq=False)
+class Job:
+    """`pending` tokens are processed in chunks that end at `boundaries`, where checkpoints of that kind are kept.
+
+    Then, if `sampling` is given, up to sampling.max_tokens are made; `forced` tokens, if given, are taken as the
+    response instead of sampling. `score` asks for the log-probability of every pending token. `fresh`: the sequence
+    was made for this job. `anchor` is held to go back to: where a sequence stood that the caller already had, or where
+    a response with stop strings began.
+    """
+
+    sequence: Sequence
+    pending: Int32[np.ndarray, " n"]
+    sampling: Sampling | None = None
+    forced: Int32[np.ndarray, " m"] | None = None
+    score: bool = False
+    turn_start: int | None = None
+    boundaries: deque[tuple[int, str]] = field(default_factory=deque)
+    phase: Phase = "waiting"
+    prompt_length: int = 0
+    made: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)
+    finish_reason: Literal["stop", "length"] | None = None
+    error: JaxHybridError | None = None
+    fresh: bool = False
+    anchor: Bundle | None = None
+    prefilled: int = 0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    submitted_s: float = field(default_factory=time.perf_counter)
+    first_token_s: float | None = None
+
+    @property
+    def decodes(self) -> bool:
+        return self.sampling is not None and self.finish_reason is None
+
+    @property
+    def wanted(self) -> int:
+        """Tokens still to be made."""
+        if self.forced is not None:
+            return self.forced.size - len(self.made)
+        return 0 if self.sampling is None else self.sampling.max_tokens - len(self.made)
+
+    @property
+    def generation(self) -> Generation:
+        return Generation(tuple(self.made), tuple(self.log_probs), self.finish_reason or "length")

@@ -1,0 +1,57 @@
+"""Grouped-query attention over paged keys and values (arXiv 2305.13245)."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from jaxhybrid.config import AttentionSpec
+from jaxhybrid.layers.linear import Linear
+from jaxhybrid.layers.norm import RmsNorm
+from jaxhybrid.layers.rope import rotate
+from jaxhybrid.state.batch import BatchAddress
+from pallas_kernels.paged_attention import paged_attention
+
+
+class Attention(nnx.Module):
+    """o = W_o attend(q, k, v), with optional norms on q and k, rotary positions and a sigmoid output gate."""
+
+    def __init__(self, spec: AttentionSpec, hidden: int, eps: float, zero_centred: bool, dtype: DTypeLike) -> None:
+        self.spec = spec
+        width, kv_width = spec.num_attention_heads * spec.head_dim, spec.num_key_value_heads * spec.head_dim
+        self.q_proj = Linear(hidden, width, ("heads", None), dtype)
+        self.k_proj = Linear(hidden, kv_width, ("kv_heads", None), dtype)
+        self.v_proj = Linear(hidden, kv_width, ("kv_heads", None), dtype)
+        self.o_proj = Linear(width, hidden, (None, "heads"), dtype)
+        if spec.qk_norm:
+            self.q_norm = RmsNorm(spec.head_dim, eps, dtype, zero_centred)
+            self.k_norm = RmsNorm(spec.head_dim, eps, dtype, zero_centred)
+        if spec.output_gate:
+            self.gate_proj = Linear(hidden, width, ("heads", None), dtype)
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        state: dict[str, Array],
+        index: int | Array,
+        address: BatchAddress,
+        max_length: int | None,
+    ) -> tuple[Float[Array, "B T D"], dict[str, Array]]:
+        spec, (rows, steps, _) = self.spec, x.shape
+        q = self.q_proj(x).reshape(rows, steps, spec.num_attention_heads, spec.head_dim)
+        k = self.k_proj(x).reshape(rows, steps, spec.num_key_value_heads, spec.head_dim)
+        v = self.v_proj(x).reshape(rows, steps, spec.num_key_value_heads, spec.head_dim)
+        if spec.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if spec.rope is not None:
+            positions = address.positions(steps)
+            q, k = rotate(q, positions, spec.rope), rotate(k, positions, spec.rope)
+        out, keys, values = paged_attention(
+            q, k, v, state["k"], state["v"], index, address.page_table, address.starts, address.lengths,
+            scale=spec.head_dim**-0.5, max_length=max_length,
+        )  # fmt: skip
+        out = out.astype(x.dtype).reshape(rows, steps, -1)
+        if spec.output_gate:
+            out = out * jax.nn.sigmoid(self.gate_proj(x).astype(jnp.float32)).astype(x.dtype)
+        return self.o_proj(out), {"k": keys, "v": values}

@@ -1,0 +1,56 @@
+"""Kimi Delta Attention (arXiv 2510.26692, section 3): delta rule with a decay per key channel."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from jaxhybrid.config import KimiDeltaSpec
+from jaxhybrid.layers.linear import Linear, StackedLinear
+from jaxhybrid.layers.norm import RmsNorm
+from jaxhybrid.layers.parameter import parameter
+from jaxhybrid.state.batch import BatchAddress
+from pallas_kernels.gated_delta import gated_delta
+from pallas_kernels.short_conv import short_conv
+
+
+class KimiDelta(nnx.Module):
+    """q, k, v = silu(conv(W x)); o = delta rule; y = W_o (norm(o) * sigmoid(gate))."""
+
+    def __init__(self, spec: KimiDeltaSpec, hidden: int, eps: float, dtype: DTypeLike) -> None:
+        self.spec = spec
+        width = spec.num_heads * spec.head_dim
+        self.qkv_proj = StackedLinear(3, hidden, width, "heads", dtype)
+        self.qkv_conv = parameter((3, width, spec.short_conv_kernel_size), (None, "heads", None), dtype)
+        self.f_a_proj = Linear(hidden, spec.head_dim, (None, None), dtype)
+        self.f_b_proj = Linear(spec.head_dim, width, ("heads", None), dtype)
+        self.g_a_proj = Linear(hidden, spec.head_dim, (None, None), dtype)
+        self.g_b_proj = Linear(spec.head_dim, width, ("heads", None), dtype)
+        self.b_proj = Linear(hidden, spec.num_heads, ("heads", None), dtype)
+        self.A_log = parameter((spec.num_heads,), ("heads",), jnp.float32)
+        self.dt_bias = parameter((width,), ("heads",), jnp.float32)
+        self.o_norm = RmsNorm(spec.head_dim, eps, dtype)
+        self.o_proj = Linear(width, hidden, (None, "heads"), dtype)
+
+    def log_decay(self, x: Float[Array, "B T D"]) -> Float[Array, "B T H d"]:
+        """-exp(A_log) softplus(W_fb W_fa x + dt_bias), float32, at most 0."""
+        spec = self.spec
+        raw = self.f_b_proj(self.f_a_proj(x)).astype(jnp.float32) + self.dt_bias[...]
+        step = jax.nn.softplus(raw).reshape(*x.shape[:2], spec.num_heads, spec.head_dim)
+        return -jnp.exp(self.A_log[...])[:, None] * step
+
+    def __call__(
+        self, x: Float[Array, "B T D"], state: dict[str, Array], index: int | Array, address: BatchAddress
+    ) -> tuple[Float[Array, "B T D"], dict[str, Array]]:
+        spec, (rows, steps, _) = self.spec, x.shape
+        slots = (index, address.read_slots, address.write_slots, address.lengths)
+        mixed = self.qkv_proj(x).reshape(rows, steps, -1)
+        taps = self.qkv_conv[...].reshape(-1, spec.short_conv_kernel_size)
+        mixed, conv = short_conv(mixed, taps, state["conv"], *slots)
+        q, k, v = jnp.moveaxis(mixed.reshape(rows, steps, 3, spec.num_heads, spec.head_dim), 2, 0)
+        beta = jax.nn.sigmoid(self.b_proj(x).astype(jnp.float32))
+        out, recurrent = gated_delta(q, k, v, self.log_decay(x), beta, state["recurrent"], *slots)
+        gate = self.g_b_proj(self.g_a_proj(x)).astype(jnp.float32).reshape(out.shape)
+        out = (self.o_norm(out) * jax.nn.sigmoid(gate)).astype(x.dtype)
+        return self.o_proj(out.reshape(rows, steps, -1)), {"conv": conv, "recurrent": recurrent}

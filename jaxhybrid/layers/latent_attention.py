@@ -1,0 +1,62 @@
+"""Multi-head latent attention over paged latents (DeepSeek-V2, arXiv 2405.04434, section 2.1), without rotation."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from jaxhybrid.config import LatentAttentionSpec
+from jaxhybrid.layers.linear import Linear
+from jaxhybrid.layers.norm import RmsNorm
+from jaxhybrid.layers.parameter import parameter
+from jaxhybrid.state.batch import BatchAddress
+from pallas_kernels.latent_attention import latent_attention
+
+INNER_NORM_EPS = 1e-6  # of q_a_layernorm and kv_a_layernorm, whatever rms_norm_eps says
+
+
+class LatentAttention(nnx.Module):
+    """Keys and values of every head are linear in one cached latent; `output_gate` is Kimi K3's sigmoid gate."""
+
+    def __init__(self, spec: LatentAttentionSpec, hidden: int, dtype: DTypeLike) -> None:
+        self.spec = spec
+        heads, query_dim = spec.num_attention_heads, spec.qk_nope_head_dim + spec.qk_rope_head_dim
+        if spec.q_lora_rank is None:
+            self.q_proj = Linear(hidden, heads * query_dim, ("heads", None), dtype)
+        else:
+            self.q_a_proj = Linear(hidden, spec.q_lora_rank, (None, None), dtype)
+            self.q_a_layernorm = RmsNorm(spec.q_lora_rank, INNER_NORM_EPS, dtype)
+            self.q_b_proj = Linear(spec.q_lora_rank, heads * query_dim, ("heads", None), dtype)
+        self.kv_a_proj = Linear(hidden, spec.kv_lora_rank + spec.qk_rope_head_dim, (None, None), dtype)
+        self.kv_a_layernorm = RmsNorm(spec.kv_lora_rank, INNER_NORM_EPS, dtype)
+        self.k_up = parameter((heads, spec.qk_nope_head_dim, spec.kv_lora_rank), ("heads", None, None), dtype)
+        self.v_up = parameter((heads, spec.v_head_dim, spec.kv_lora_rank), ("heads", None, None), dtype)
+        self.o_proj = Linear(heads * spec.v_head_dim, hidden, (None, "heads"), dtype)
+        if spec.output_gate:
+            self.gate_proj = Linear(hidden, heads * spec.v_head_dim, ("heads", None), dtype)
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        state: dict[str, Array],
+        index: int | Array,
+        address: BatchAddress,
+        max_length: int | None,
+    ) -> tuple[Float[Array, "B T D"], dict[str, Array]]:
+        spec, (rows, steps, _) = self.spec, x.shape
+        query_dim = spec.qk_nope_head_dim + spec.qk_rope_head_dim
+        q = self.q_proj(x) if spec.q_lora_rank is None else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+        q = q.reshape(rows, steps, spec.num_attention_heads, query_dim)
+        compressed = self.kv_a_proj(x)
+        latent = self.kv_a_layernorm(compressed[..., : spec.kv_lora_rank])
+        out, pages = latent_attention(
+            q[..., : spec.qk_nope_head_dim], q[..., spec.qk_nope_head_dim :],
+            latent, compressed[..., spec.kv_lora_rank :], self.k_up[...], self.v_up[...],
+            state["latent"], index, address.page_table, address.starts, address.lengths,
+            scale=query_dim**-0.5, max_length=max_length,
+        )  # fmt: skip
+        out = out.astype(x.dtype).reshape(rows, steps, -1)
+        if spec.output_gate:
+            out = out * jax.nn.sigmoid(self.gate_proj(x).astype(jnp.float32)).astype(x.dtype)
+        return self.o_proj(out), {"latent": pages}

@@ -1,0 +1,16 @@
+"""How a layer declares a parameter: shape, dtype and the logical name of every axis."""
+
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+
+def parameter(shape: tuple[int, ...], axes: tuple[str | None, ...], dtype: DTypeLike) -> nnx.Param:
+    """A zero parameter to be filled from a checkpoint.
+
+    `axes` names each dimension (`heads`, `kv_heads`, `experts`, `mlp`, `vocab`, ... or None for one that is never
+    split); `parallel/` maps the names to mesh axes.
+    """
+    if len(shape) != len(axes):
+        raise ValueError(f"{shape=} has {len(shape)} dimensions but {axes=} names {len(axes)}")
+    return nnx.Param(jnp.zeros(shape, dtype), axes=axes)

@@ -1,0 +1,139 @@
+"""Loading a model and scoring tokens with it, without cache or engine."""
+
+import math
+from collections.abc import Sequence
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from jaxhybrid.checkpoint.fill import fill
+from jaxhybrid.checkpoint.fingerprint import config_fingerprint, weights_fingerprint
+from jaxhybrid.checkpoint.safetensors_folder import CheckpointFolder
+from jaxhybrid.config import ModelConfig
+from jaxhybrid.errors import TokenError
+from jaxhybrid.layers.decoder import Decoder, Execution, abstract_decoder
+from jaxhybrid.models import family_of
+from jaxhybrid.models.config_reader import ConfigReader
+from jaxhybrid.models.weight_table import WeightTable
+from jaxhybrid.state.arrays import PoolArrays, pool_arrays
+from jaxhybrid.state.batch import BatchAddress
+from jaxhybrid.state.layout import StateDtypes, StateLayout, layout_of
+
+if TYPE_CHECKING:
+    from jaxhybrid.chat import ChatTokenizer
+
+FORWARD_CHUNK = 512  # tokens per program call of `forward`: bounds its activations, not its length
+FORWARD_PAGE = 64
+
+
+class Model:
+    """A loaded model: configuration, parameters, and where they came from. Immutable once made."""
+
+    def __init__(
+        self, config: ModelConfig, graph: nnx.GraphDef, parameters: nnx.State, dtypes: StateDtypes, path: Path
+    ) -> None:
+        self.config = config
+        self.graph = graph
+        self.parameters = parameters
+        self.dtypes = dtypes
+        self.path = path
+        self.layout: StateLayout = layout_of(config.layers, dtypes, config.vocab_size)
+
+    @cached_property
+    def tokenizer(self) -> "ChatTokenizer":
+        """Tokenizer and chat template of the checkpoint's folder. Raises TemplateError where it has none."""
+        from jaxhybrid.chat import ChatTokenizer  # scoring tokens needs no tokenizer
+
+        return ChatTokenizer.from_folder(self.path)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 over all tensors of the checkpoint."""
+        return weights_fingerprint(CheckpointFolder.open(self.path))
+
+    @cached_property
+    def config_fingerprint(self) -> str:
+        """SHA-256 of the checkpoint's config.json."""
+        return config_fingerprint(CheckpointFolder.open(self.path).config)
+
+    @cached_property
+    def parameter_count(self) -> int:
+        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.parameters))
+
+    @cached_property
+    def _chunk_logits(self):
+        return jax.jit(partial(_chunk_logits, self.graph), donate_argnums=1)
+
+
+def load_model(
+    path: str | Path, dtype: DTypeLike = "float32", state_dtype: str = "float32", execution: Execution | None = None
+) -> Model:
+    """Reads a Hugging Face folder (config.json and safetensors in the published names).
+
+    `dtype`: of weights, activations and token-indexed state. `state_dtype`: of recurrent state. Raises ConfigError for an
+    unknown `model_type`, key or option, CheckpointError naming every missing, unknown or misshapen tensor.
+    """
+    folder = CheckpointFolder.open(Path(path))
+    where = str(folder.path / "config.json")
+    family = family_of(folder.config, where)
+    values = dict(folder.config)
+    values.pop("model_type")
+    reader = ConfigReader(values, where)
+    config: ModelConfig = family.translate(reader)
+    reader.finish()
+    execution = execution or Execution.for_platform(jax.default_backend())
+    graph, abstract = nnx.split(abstract_decoder(config, execution, dtype))
+    table = WeightTable(config, execution)
+    family.weights(table, config)
+    flat = nnx.to_flat_state(abstract)
+    leaves = fill({leaf: jax.ShapeDtypeStruct(v.shape, v.dtype) for leaf, v in flat}, table.rules, folder)
+    parameters = nnx.from_flat_state([(leaf, variable.replace(leaves[leaf])) for leaf, variable in flat])
+    return Model(config, graph, parameters, StateDtypes(state_dtype, jnp.dtype(dtype).name), folder.path)
+
+
+def check_tokens(token_ids: Sequence[int] | Int[np.ndarray, " T"], config: ModelConfig) -> Int[np.ndarray, " T"]:
+    """The ids as int32 [T]. Raises TokenError if there are none, they are not integers, or one is out of range."""
+    ids = np.asarray(token_ids)
+    if ids.ndim != 1 or ids.size == 0:
+        raise TokenError(f"expected a non-empty list of token ids, got shape {ids.shape}")
+    if not np.issubdtype(ids.dtype, np.integer):
+        raise TokenError(f"expected integer token ids, got {ids.dtype}")
+    wrong = np.flatnonzero((ids < 0) | (ids >= config.vocab_size))
+    if wrong.size:
+        at = int(wrong[0])
+        raise TokenError(f"token id {ids[at]} at position {at} is outside 0 to {config.vocab_size - 1}")
+    if ids.size > config.max_position_embeddings:
+        raise TokenError(f"{ids.size} tokens are more than the model's {config.max_position_embeddings} positions")
+    return ids.astype(np.int32)
+
+
+def forward(model: Model, token_ids: Sequence[int] | Int[np.ndarray, " T"]) -> Float[Array, "T V"]:
+    """Logits [T, vocab], float32, of the token after each position; no cache is kept. Raises TokenError."""
+    ids = check_tokens(token_ids, model.config)
+    chunk = min(FORWARD_CHUNK, max(16, 1 << (ids.size - 1).bit_length()))
+    pages = -(-ids.size // FORWARD_PAGE) + -(-chunk // FORWARD_PAGE)
+    pages = 1 << (pages - 1).bit_length()
+    pool = pool_arrays(model.layout, 2, pages + 1, FORWARD_PAGE)
+    table, slot = jnp.arange(1, pages + 1, dtype=jnp.int32)[None], jnp.ones(1, jnp.int32)
+    logits = []
+    for start in range(0, ids.size, chunk):
+        part = ids[start : start + chunk]
+        address = BatchAddress(jnp.full(1, start), jnp.full(1, part.size), table, slot, slot)
+        scores, pool = model._chunk_logits(model.parameters, pool, np.pad(part, (0, chunk - part.size))[None], address)
+        logits.append(scores[0, : part.size])
+    return jnp.concatenate(logits)
+
+
+def _chunk_logits(
+    graph: nnx.GraphDef, parameters: nnx.State, pool: PoolArrays, tokens: Int[Array, "1 C"], address: BatchAddress
+) -> tuple[Float[Array, "1 C V"], PoolArrays]:
+    decoder: Decoder = nnx.merge(graph, parameters)
+    outputs, pool = decoder.trunk(tokens, pool, address)
+    return decoder.logits(outputs), pool

@@ -1,0 +1,65 @@
+"""Reads a published config.json key by key, and refuses what nobody asked for."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxhybrid.errors import ConfigError
+
+# Keys that describe training, the file's own history or generation defaults: they change no forward pass.
+INERT_KEYS = frozenset(
+    ["architectures", "auto_map", "transformers_version", "torch_dtype", "dtype", "use_cache", "initializer_range", "attention_dropout", "pad_token_id", "output_router_logits", "router_aux_loss_coef", "attn_implementation", "_attn_implementation", "_name_or_path", "return_dict", "output_hidden_states", "output_attentions", "aux_loss_alpha", "seq_aux", "ep_size", "pretraining_tp", "max_window_layers", "use_bidirectional_attention", "chunk_size_feed_forward", "is_encoder_decoder", "id2label", "label2id", "problem_type", "tokenizer_class"]
+)
+
+
+class ConfigReader:
+    """Every key is taken once; `finish` names the keys nobody took."""
+
+    def __init__(self, values: Mapping[str, Any], where: str) -> None:
+        self._left = dict(values)
+        self._where = where
+
+    def take(self, *names: str, default: Any = ...) -> Any:
+        """The value of the first name present. Later spellings of the same thing must agree with it."""
+        found = {name: self._left.pop(name) for name in names if name in self._left}
+        if not found:
+            if default is ...:
+                raise ConfigError(f"{self._where}: expected key {' or '.join(map(repr, names))}, found neither")
+            return default
+        first, *others = found.items()
+        for name, value in others:
+            if value != first[1]:
+                raise ConfigError(f"{self._where}: {first[0]}={first[1]!r} contradicts {name}={value!r}")
+        return first[1]
+
+    def require(self, name: str, *allowed: Any, default: Any = ...) -> None:
+        """The key may only have one of the `allowed` values, because nothing else is implemented."""
+        value = self.take(name, default=allowed[0] if default is ... else default)
+        if value not in allowed:
+            options = " or ".join(map(repr, allowed))
+            raise ConfigError(f"{self._where}: {name}={value!r} is not supported, expected {options}")
+
+    def rope(self) -> dict[str, Any]:
+        """`rope_parameters`, or the older `rope_theta` + `rope_scaling` + `partial_rotary_factor`, as one dict."""
+        merged: dict[str, Any] = {}
+        for name in ("rope_parameters", "rope_scaling"):
+            merged.update(self.take(name, default=None) or {})
+        for name in ("rope_theta", "partial_rotary_factor"):
+            value = self.take(name, default=None)
+            if value is not None:
+                merged.setdefault(name, value)
+        kind = merged.pop("rope_type", None) or merged.pop("type", None) or "default"
+        merged.pop("type", None)
+        if kind != "default":
+            raise ConfigError(f"{self._where}: rope type {kind!r} is not supported, expected 'default'")
+        return merged
+
+    def finish(self) -> None:
+        unknown = sorted(set(self._left) - INERT_KEYS)
+        if unknown:
+            raise ConfigError(f"{self._where}: unknown keys {', '.join(unknown)}: what they change is not known")
+
+
+def end_tokens(value: int | list[int] | None) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, list) else (value,)

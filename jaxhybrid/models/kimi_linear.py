@@ -1,0 +1,165 @@
+"""Kimi Linear (`kimi_linear`): KDA and MLA layers, mixture of experts. arXiv 2510.26692.
+
+Also read, from Kimi K3's text config: `mla_use_output_gate`. And, under DeepSeek-V3's names, multi-token-prediction
+layers where `num_nextn_predict_layers` says so.
+"""
+
+from jaxhybrid.config import (
+    DenseSpec,
+    FfnSpec,
+    KimiDeltaSpec,
+    LatentAttentionSpec,
+    LayerSpec,
+    MixerSpec,
+    ModelConfig,
+    MoeSpec,
+)
+from jaxhybrid.errors import ConfigError
+from jaxhybrid.models.config_reader import ConfigReader, end_tokens
+from jaxhybrid.models.weight_table import LayerPlace, WeightTable, trunk_weights
+
+MODEL_TYPES = ("kimi_linear",)
+
+
+def translate(read: ConfigReader) -> ModelConfig:
+    """A published config.json as a ModelConfig. Raises ConfigError naming the key that is missing or unsupported."""
+    layer_count = read.take("num_hidden_layers")
+    linear = ConfigReader(read.take("linear_attn_config"), "linear_attn_config")
+    latent_layers = set(linear.take("full_attn_layers"))
+    delta_layers = set(linear.take("kda_layers"))
+    if latent_layers | delta_layers != set(range(1, layer_count + 1)) or latent_layers & delta_layers:
+        raise ConfigError(
+            f"linear_attn_config: kda_layers and full_attn_layers must share out layers 1 to {layer_count}, "
+            f"got {sorted(delta_layers)} and {sorted(latent_layers)}"
+        )
+    delta = KimiDeltaSpec(linear.take("num_heads"), linear.take("head_dim"), linear.take("short_conv_kernel_size"))
+    linear.finish()
+    latent = _latent_spec(read)
+    dense = DenseSpec(read.take("intermediate_size"))
+    moe = _moe_spec(read)
+    first_dense = read.take("first_k_dense_replace", default=0)
+    read.require("moe_layer_freq", 1)
+    read.require("hidden_act", "silu")
+    read.require("mla_use_nope", True)
+    read.rope()  # present in released files and unused: every layer is without positions
+    read.take("head_dim", default=None)
+
+    def layer(number: int) -> LayerSpec:
+        mixer: MixerSpec = latent if number in latent_layers else delta
+        ffn: FfnSpec = dense if number <= first_dense else moe
+        return LayerSpec(mixer, ffn)
+
+    return ModelConfig(
+        model_type="kimi_linear",
+        vocab_size=read.take("vocab_size"),
+        hidden_size=read.take("hidden_size"),
+        layers=tuple(layer(number) for number in range(1, layer_count + 1)),
+        rms_norm_eps=read.take("rms_norm_eps"),
+        zero_centred_norms=False,
+        tie_word_embeddings=read.take("tie_word_embeddings", default=False),
+        max_position_embeddings=read.take("model_max_length", "max_position_embeddings"),
+        mtp_layers=(LayerSpec(latent, moe),) * read.take("num_nextn_predict_layers", default=0),
+        bos_token_id=read.take("bos_token_id", default=None),
+        eos_token_ids=end_tokens(read.take("eos_token_id", default=None)),
+    )
+
+
+def _latent_spec(read: ConfigReader) -> LatentAttentionSpec:
+    heads = read.take("num_attention_heads")
+    read.require("num_key_value_heads", heads, default=heads)
+    return LatentAttentionSpec(
+        num_attention_heads=heads,
+        q_lora_rank=read.take("q_lora_rank", default=None),
+        kv_lora_rank=read.take("kv_lora_rank"),
+        qk_nope_head_dim=read.take("qk_nope_head_dim"),
+        qk_rope_head_dim=read.take("qk_rope_head_dim"),
+        v_head_dim=read.take("v_head_dim"),
+        output_gate=read.take("mla_use_output_gate", default=False),
+    )
+
+
+def _moe_spec(read: ConfigReader) -> MoeSpec:
+    width = read.take("moe_intermediate_size")
+    read.require("moe_router_activation_func", "sigmoid")
+    read.require("use_grouped_topk", True, False)
+    return MoeSpec(
+        num_experts=read.take("num_experts", "num_local_experts"),
+        num_experts_per_tok=read.take("num_experts_per_token", "num_experts_per_tok"),
+        moe_intermediate_size=width,
+        shared_intermediate_size=width * read.take("num_shared_experts", "n_shared_experts", default=0),
+        shared_expert_gate=False,
+        scoring="sigmoid",
+        norm_topk_prob=read.take("moe_renormalize", "norm_topk_prob", default=True),
+        routed_scaling_factor=read.take("routed_scaling_factor", default=1.0),
+        n_group=read.take("num_expert_group", "n_group", default=1),
+        topk_group=read.take("topk_group", default=1),
+    )
+
+
+def weights(table: WeightTable, config: ModelConfig) -> None:
+    """Published tensor names of the release, and where each goes."""
+    trunk_weights(table, config)
+    for number, place in enumerate(table.layers):
+        _layer(place, f"model.layers.{number}")
+    for number, place in enumerate(table.mtp):
+        prefix = f"model.layers.{len(config.layers) + number}"
+        _layer(place, prefix)
+        for name, part in (
+            ("enorm", "enorm"),
+            ("hnorm", "hnorm"),
+            ("eh_proj", "eh_proj"),
+            ("shared_head.norm", "norm"),
+        ):
+            table.add(f"{prefix}.{name}.weight", ("mtp", number, part, "weight"))
+
+
+def _layer(place: LayerPlace, prefix: str) -> None:
+    place.norms(prefix)
+    mixer = place.spec.mixer
+    if isinstance(mixer, KimiDeltaSpec):
+        _delta(place, f"{prefix}.self_attn", mixer)
+    else:
+        assert isinstance(mixer, LatentAttentionSpec)
+        latent_weights(place, f"{prefix}.self_attn", mixer)
+    if place.is_dense:
+        place.dense(f"{prefix}.mlp", "ffn")
+    else:
+        _moe(place, f"{prefix}.block_sparse_moe")
+
+
+def _delta(place: LayerPlace, prefix: str, spec: KimiDeltaSpec) -> None:
+    width, taps = spec.num_heads * spec.head_dim, spec.short_conv_kernel_size
+    for index, part in enumerate("qkv"):
+        place.add(f"{prefix}.{part}_proj.weight", "mixer", "qkv_proj", "weight", index=(index,))
+        conv_shape = (width, 1, taps)
+        place.add(f"{prefix}.{part}_conv1d.weight", "mixer", "qkv_conv", index=(index,), shape=conv_shape)
+    place.add(f"{prefix}.A_log", "mixer", "A_log", shape=(1, 1, spec.num_heads, 1))
+    place.add(f"{prefix}.dt_bias", "mixer", "dt_bias")
+    for part in ("f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj", "b_proj", "o_norm", "o_proj"):
+        place.add(f"{prefix}.{part}.weight", "mixer", part, "weight")
+
+
+def latent_weights(place: LayerPlace, prefix: str, spec: LatentAttentionSpec) -> None:
+    """MLA's tensors; kv_b_proj holds, head by head, the key rows and then the value rows."""
+    queries = ("q_proj",) if spec.q_lora_rank is None else ("q_a_proj", "q_a_layernorm", "q_b_proj")
+    for part in (*queries, "kv_a_layernorm", "o_proj"):
+        place.add(f"{prefix}.{part}.weight", "mixer", part, "weight")
+    place.add(f"{prefix}.kv_a_proj_with_mqa.weight", "mixer", "kv_a_proj", "weight")
+    heads, nope = spec.num_attention_heads, spec.qk_nope_head_dim
+    published = (heads * (nope + spec.v_head_dim), spec.kv_lora_rank)
+    for leaf, part in (("k_up", slice(0, nope)), ("v_up", slice(nope, None))):
+        place.add(
+            f"{prefix}.kv_b_proj.weight", "mixer", leaf, shape=published,
+            convert=lambda w, part=part: w.reshape(heads, -1, spec.kv_lora_rank)[:, part],
+        )  # fmt: skip
+    if spec.output_gate:
+        place.add(f"{prefix}.g_proj.weight", "mixer", "gate_proj", "weight")
+
+
+def _moe(place: LayerPlace, prefix: str) -> None:
+    assert isinstance(place.spec.ffn, MoeSpec)
+    place.add(f"{prefix}.gate.weight", "ffn", "router", "weight")
+    place.add(f"{prefix}.gate.e_score_correction_bias", "ffn", "e_score_correction_bias")
+    place.experts(f"{prefix}.experts.{{expert}}.{{part}}.weight", gate="w1", up="w3", down="w2")
+    if place.spec.ffn.shared_intermediate_size:
+        place.dense(f"{prefix}.shared_experts", "ffn", "shared_expert")

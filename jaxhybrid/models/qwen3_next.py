@@ -1,0 +1,146 @@
+"""Qwen3-Next (`qwen3_next`): Gated DeltaNet and gated attention, mixture of experts with a gated shared expert."""
+
+import numpy as np
+
+from jaxhybrid.config import (
+    AttentionSpec,
+    DenseSpec,
+    FfnSpec,
+    GatedDeltaNetSpec,
+    LayerSpec,
+    MixerSpec,
+    ModelConfig,
+    MoeSpec,
+    RopeSpec,
+)
+from jaxhybrid.errors import ConfigError
+from jaxhybrid.models.config_reader import ConfigReader, end_tokens
+from jaxhybrid.models.weight_table import LayerPlace, WeightTable, rows, trunk_weights
+
+MODEL_TYPES = ("qwen3_next",)
+
+
+def translate(read: ConfigReader) -> ModelConfig:
+    """A published config.json as a ModelConfig. Raises ConfigError naming the key that is missing or unsupported."""
+    layer_count = read.take("num_hidden_layers")
+    interval = read.take("full_attention_interval", default=4)
+    types = read.take("layer_types", default=None) or [
+        "linear_attention" if (number + 1) % interval else "full_attention" for number in range(layer_count)
+    ]
+    if len(types) != layer_count or not set(types) <= {"linear_attention", "full_attention"}:
+        raise ConfigError(f"layer_types: expected {layer_count} of linear_attention or full_attention, got {types}")
+    attention, delta = _attention_spec(read), _delta_spec(read)
+    moe, dense = _moe_spec(read), DenseSpec(read.take("intermediate_size"))
+    step, dense_layers = read.take("decoder_sparse_step", default=1), read.take("mlp_only_layers", default=[])
+    read.require("hidden_act", "silu")
+
+    def layer(number: int) -> LayerSpec:
+        mixer: MixerSpec = attention if types[number] == "full_attention" else delta
+        is_moe = moe.num_experts > 0 and number not in dense_layers and (number + 1) % step == 0
+        ffn: FfnSpec = moe if is_moe else dense
+        return LayerSpec(mixer, ffn)
+
+    return ModelConfig(
+        model_type="qwen3_next",
+        vocab_size=read.take("vocab_size"),
+        hidden_size=read.take("hidden_size"),
+        layers=tuple(layer(number) for number in range(layer_count)),
+        rms_norm_eps=read.take("rms_norm_eps"),
+        zero_centred_norms=True,
+        tie_word_embeddings=read.take("tie_word_embeddings", default=False),
+        max_position_embeddings=read.take("max_position_embeddings"),
+        bos_token_id=read.take("bos_token_id", default=None),
+        eos_token_ids=end_tokens(read.take("eos_token_id", default=None)),
+    )
+
+
+def _attention_spec(read: ConfigReader) -> AttentionSpec:
+    head_dim = read.take("head_dim")
+    rope = read.rope()
+    read.require("attention_bias", False)
+    return AttentionSpec(
+        num_attention_heads=read.take("num_attention_heads"),
+        num_key_value_heads=read.take("num_key_value_heads"),
+        head_dim=head_dim,
+        rope=RopeSpec(float(rope["rope_theta"]), int(head_dim * rope.get("partial_rotary_factor", 0.25))),
+        qk_norm=True,
+        output_gate=True,
+    )
+
+
+def _delta_spec(read: ConfigReader) -> GatedDeltaNetSpec:
+    return GatedDeltaNetSpec(
+        num_key_heads=read.take("linear_num_key_heads"),
+        num_value_heads=read.take("linear_num_value_heads"),
+        key_head_dim=read.take("linear_key_head_dim"),
+        value_head_dim=read.take("linear_value_head_dim"),
+        conv_kernel_size=read.take("linear_conv_kernel_dim"),
+    )
+
+
+def _moe_spec(read: ConfigReader) -> MoeSpec:
+    return MoeSpec(
+        num_experts=read.take("num_experts"),
+        num_experts_per_tok=read.take("num_experts_per_tok"),
+        moe_intermediate_size=read.take("moe_intermediate_size"),
+        shared_intermediate_size=read.take("shared_expert_intermediate_size"),
+        shared_expert_gate=True,
+        scoring="softmax",
+        norm_topk_prob=read.take("norm_topk_prob", default=True),
+    )
+
+
+def weights(table: WeightTable, config: ModelConfig) -> None:
+    """Published tensor names of the release, and where each goes."""
+    trunk_weights(table, config)
+    for number, place in enumerate(table.layers):
+        prefix = f"model.layers.{number}"
+        place.norms(prefix)
+        mixer = place.spec.mixer
+        if isinstance(mixer, GatedDeltaNetSpec):
+            _delta(place, f"{prefix}.linear_attn", mixer)
+        else:
+            assert isinstance(mixer, AttentionSpec)
+            _gated_attention(place, f"{prefix}.self_attn", mixer)
+        if place.is_dense:
+            place.dense(f"{prefix}.mlp", "ffn")
+        else:
+            _moe(place, f"{prefix}.mlp")
+
+
+def _delta(place: LayerPlace, prefix: str, spec: GatedDeltaNetSpec) -> None:
+    """The file packs, per key head, [q | k | v of its value heads | z of its value heads] and [b | a]."""
+    groups, ratio = spec.num_key_heads, spec.num_value_heads // spec.num_key_heads
+    key, value = spec.key_head_dim, ratio * spec.value_head_dim
+    packed = np.arange(groups * (2 * key + 2 * value)).reshape(groups, -1)
+    q, k, v, z = np.split(packed, [key, 2 * key, 2 * key + value], axis=1)
+    b, a = np.split(np.arange(groups * 2 * ratio).reshape(groups, -1), 2, axis=1)
+    qkv = np.concatenate([part.ravel() for part in (q, k, v)])
+    for name, leaf, select in (
+        ("in_proj_qkvz", "in_proj_qkv", qkv),
+        ("in_proj_qkvz", "in_proj_z", z.ravel()),
+        ("in_proj_ba", "in_proj_b", b.ravel()),
+        ("in_proj_ba", "in_proj_a", a.ravel()),
+    ):
+        place.add(f"{prefix}.{name}.weight", "mixer", leaf, "weight", convert=rows(select))
+    place.add(f"{prefix}.conv1d.weight", "mixer", "conv", shape=(spec.conv_dim, 1, spec.conv_kernel_size))
+    place.add(f"{prefix}.A_log", "mixer", "A_log")
+    place.add(f"{prefix}.dt_bias", "mixer", "dt_bias")
+    place.add(f"{prefix}.norm.weight", "mixer", "norm", "weight")
+    place.add(f"{prefix}.out_proj.weight", "mixer", "out_proj", "weight")
+
+
+def _gated_attention(place: LayerPlace, prefix: str, spec: AttentionSpec) -> None:
+    """q_proj holds, head by head, the query rows and then the output gate's."""
+    packed = np.arange(spec.num_attention_heads * 2 * spec.head_dim).reshape(spec.num_attention_heads, 2, -1)
+    place.add(f"{prefix}.q_proj.weight", "mixer", "q_proj", "weight", convert=rows(packed[:, 0].ravel()))
+    place.add(f"{prefix}.q_proj.weight", "mixer", "gate_proj", "weight", convert=rows(packed[:, 1].ravel()))
+    for part in ("k_proj", "v_proj", "o_proj", "q_norm", "k_norm"):
+        place.add(f"{prefix}.{part}.weight", "mixer", part, "weight")
+
+
+def _moe(place: LayerPlace, prefix: str) -> None:
+    place.add(f"{prefix}.gate.weight", "ffn", "router", "weight")
+    place.experts(f"{prefix}.experts.{{expert}}.{{part}}_proj.weight", gate="gate", up="up", down="down")
+    place.dense(f"{prefix}.shared_expert", "ffn", "shared_expert")
+    place.add(f"{prefix}.shared_expert_gate.weight", "ffn", "shared_expert_gate", "weight")

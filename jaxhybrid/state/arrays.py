@@ -1,0 +1,42 @@
+"""The arrays of a state pool: zeros to begin with, donated to every program and returned by it."""
+
+from collections.abc import Callable, Mapping
+
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from jaxhybrid.state.layout import LeafSpec, StateLayout
+
+PoolArrays = dict[str, dict[str, Array]]  # group -> leaf -> [layers, slots, ...] or [layers, pages, page_size, ...]
+
+
+def leaf_shape(leaf: LeafSpec, slots: int, pages: int, page_size: int) -> tuple[int, ...]:
+    """Shape of one leaf's array in a pool of that size."""
+    if leaf.growth == "paged":
+        return (leaf.layers, pages, page_size, *leaf.shape)
+    return (leaf.layers, slots, *leaf.shape)
+
+
+def pool_arrays(
+    layout: StateLayout,
+    slots: int,
+    pages: int,
+    page_size: int,
+    make: Callable[[LeafSpec, tuple[int, ...]], Array] = lambda leaf, shape: jnp.zeros(shape, leaf.dtype),
+) -> PoolArrays:
+    """Slot 0 and page 0 are the null slot and page: `slots` and `pages` count them."""
+    arrays: PoolArrays = {}
+    for leaf in layout.leaves:
+        shape = leaf_shape(leaf, slots, pages, page_size)
+        arrays.setdefault(leaf.group, {})[leaf.name] = make(leaf, shape)
+    return arrays
+
+
+def bytes_by_kind(layout: StateLayout, slots: int, pages: int, page_size: int) -> Mapping[str, int]:
+    """Bytes of that many slots and pages, by kind of state: `recurrent`, `conv`, `logits`, `kv`, `latent`."""
+    totals: dict[str, int] = {}
+    for leaf in layout.leaves:
+        kind = "kv" if leaf.name in ("k", "v") else leaf.name
+        count = pages * page_size if leaf.growth == "paged" else slots
+        totals[kind] = totals.get(kind, 0) + leaf.bytes * count
+    return totals

@@ -1,0 +1,119 @@
+"""Which arrays hold a model's state: one group per kind of mixer, stacked over the layers of that kind."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from jaxhybrid.config import (
+    AttentionSpec,
+    GatedDeltaNetSpec,
+    KimiDeltaSpec,
+    LatentAttentionSpec,
+    LayerSpec,
+    MixerSpec,
+)
+
+Growth = Literal["paged", "fixed"]
+
+
+@dataclass(frozen=True)
+class LeafSpec:
+    """One array of a group: `shape` per token if `paged`, per slot if `fixed`; stacked over `layers`."""
+
+    group: str
+    name: str
+    layers: int
+    shape: tuple[int, ...]
+    dtype: str
+    growth: Growth
+    axes: tuple[str | None, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all layers, per token (paged) or per slot (fixed)."""
+        return self.layers * math.prod(self.shape) * np.dtype(self.dtype).itemsize
+
+
+@dataclass(frozen=True)
+class StateLayout:
+    """`groups[l]` and `ordinals[l]` say where layer l keeps its state: group, and index within the group's stack."""
+
+    groups: tuple[str, ...]
+    ordinals: tuple[int, ...]
+    leaves: tuple[LeafSpec, ...]
+
+    @property
+    def fixed(self) -> tuple[LeafSpec, ...]:
+        return tuple(leaf for leaf in self.leaves if leaf.growth == "fixed")
+
+    @property
+    def paged(self) -> tuple[LeafSpec, ...]:
+        return tuple(leaf for leaf in self.leaves if leaf.growth == "paged")
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether a prefix can only be resumed where a snapshot of its fixed-size state was kept."""
+        return any(leaf.name in ("recurrent", "conv") for leaf in self.leaves)
+
+    @property
+    def bytes_per_token(self) -> int:
+        return sum(leaf.bytes for leaf in self.paged)
+
+    @property
+    def bytes_per_slot(self) -> int:
+        return sum(leaf.bytes for leaf in self.fixed)
+
+
+@dataclass(frozen=True)
+class StateDtypes:
+    """`state`: recurrent memory. `cache`: keys, values, latents and convolution inputs."""
+
+    state: str = "float32"
+    cache: str = "float32"
+
+
+def layout_of(
+    layers: Sequence[LayerSpec], dtypes: StateDtypes = StateDtypes(), vocab_size: int | None = None
+) -> StateLayout:
+    """Layers with equal mixer specs share a group. `vocab_size` adds the next token's logits to each slot."""
+    names: dict[MixerSpec, str] = {}
+    counts: dict[str, int] = {}
+    groups, ordinals = [], []
+    for layer in layers:
+        twins = sum(known.kind == layer.mixer.kind for known in names)
+        group = names.setdefault(layer.mixer, layer.mixer.kind + (f".{twins}" if twins else ""))
+        groups.append(group)
+        ordinals.append(counts.get(group, 0))
+        counts[group] = counts.get(group, 0) + 1
+    leaves = [leaf for mixer, group in names.items() for leaf in _leaves(mixer, group, counts[group], dtypes)]
+    if vocab_size is not None:
+        leaves.append(LeafSpec("output", "logits", 1, (vocab_size,), "float32", "fixed", ("vocab",)))
+    return StateLayout(tuple(groups), tuple(ordinals), tuple(leaves))
+
+
+def _leaves(mixer: MixerSpec, group: str, layers: int, dtypes: StateDtypes) -> list[LeafSpec]:
+    match mixer:
+        case AttentionSpec():
+            shape, axes = (mixer.num_key_value_heads, mixer.head_dim), ("kv_heads", None)
+            return [LeafSpec(group, name, layers, shape, dtypes.cache, "paged", axes) for name in ("k", "v")]
+        case LatentAttentionSpec():
+            width = mixer.kv_lora_rank + mixer.qk_rope_head_dim
+            return [LeafSpec(group, "latent", layers, (width,), dtypes.cache, "paged", (None,))]
+        case KimiDeltaSpec():
+            heads, dim, taps = mixer.num_heads, mixer.head_dim, mixer.short_conv_kernel_size
+            return _recurrent_leaves(group, layers, (heads, dim, dim), (taps - 1, 3 * heads * dim), dtypes)
+        case GatedDeltaNetSpec():
+            state = (mixer.num_value_heads, mixer.key_head_dim, mixer.value_head_dim)
+            return _recurrent_leaves(group, layers, state, (mixer.conv_kernel_size - 1, mixer.conv_dim), dtypes)
+
+
+def _recurrent_leaves(
+    group: str, layers: int, state: tuple[int, ...], conv: tuple[int, ...], dtypes: StateDtypes
+) -> list[LeafSpec]:
+    return [
+        LeafSpec(group, "recurrent", layers, state, dtypes.state, "fixed", ("heads", None, None)),
+        LeafSpec(group, "conv", layers, conv, dtypes.cache, "fixed", (None, "heads")),
+    ]
