@@ -19,13 +19,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array, Bool, Shaped
 
+from jaxhybrid.checkpoint.problems import dtype_kind, raise_problems, show_path
 from jaxhybrid.checkpoint.safetensors_folder import CheckpointFolder, TensorInfo
-from jaxhybrid.errors import CheckpointError
 
 LeafPath = tuple[str | int, ...]
 Leaves = dict[LeafPath, Shaped[Array, "..."]]
-
-_LISTED_PROBLEMS = 20
 
 
 @dataclass(frozen=True)
@@ -67,7 +65,7 @@ def fill(
         *_name_problems(rules, folder, ignore),
         *_header_problems(abstract, rules, folder),
     ]
-    _raise_if_any(problems, folder)
+    raise_problems(problems, folder.path)
 
     by_name: dict[str, list[WeightRule]] = defaultdict(list)
     for rule in rules:
@@ -89,7 +87,7 @@ def fill(
             _settle(leaves[rule.path])
             if check_finite and not finite:
                 problems.append(f"{info.file.name}: {rule.name!r}: expected finite values of {spec.dtype}")
-    _raise_if_any(problems, folder)
+    raise_problems(problems, folder.path)
     # The same buffers under the sharding that was asked for.
     return {path: jax.device_put(leaf, abstract[path].sharding) for path, leaf in leaves.items()}
 
@@ -104,12 +102,16 @@ def _leaf_problems(abstract: Mapping[LeafPath, jax.ShapeDtypeStruct], rules: Seq
         if rule.path in indices:
             indices[rule.path].append(rule.index)
         else:
-            problems.append(f"{rule.name!r}: its rule names the leaf {_show(rule.path)}, which the model doesn't have")
+            problems.append(
+                f"{rule.name!r}: its rule names the leaf {show_path(rule.path)}, which the model doesn't have"
+            )
     for path, found in indices.items():
         shape = abstract[path].shape
         depths = {len(index) for index in found}
         if len(depths) > 1 or max(depths, default=0) > len(shape):
-            problems.append(f"leaf {_show(path)} of shape {shape}: its rules have indices of lengths {sorted(depths)}")
+            problems.append(
+                f"leaf {show_path(path)} of shape {shape}: its rules have indices of lengths {sorted(depths)}"
+            )
             continue
         wanted = list(itertools.product(*map(range, shape[: max(depths, default=0)])))
         missing = sorted(set(wanted) - set(found))
@@ -118,7 +120,7 @@ def _leaf_problems(abstract: Mapping[LeafPath, jax.ShapeDtypeStruct], rules: Seq
         for indices_at_fault, fault in ((missing, "no rule fills"), (outside, "outside it"), (twice, "filled twice")):
             if indices_at_fault:
                 at = "" if indices_at_fault == [()] else f" at {_show_some(indices_at_fault)}"
-                problems.append(f"leaf {_show(path)} of shape {shape}: {fault}{at}")
+                problems.append(f"leaf {show_path(path)} of shape {shape}: {fault}{at}")
     return problems
 
 
@@ -145,8 +147,8 @@ def _header_problems(
         expected = _published_shape(rule, spec)
         if expected is not None and info.shape != expected:
             problems.append(f"{_describe(info)}: expected shape {expected}, found {info.shape}")
-        if rule.convert is None and _kind(info.dtype) != _kind(spec.dtype):
-            problems.append(f"{_describe(info)}: expected a kind of {_kind(spec.dtype)}, found {info.dtype}")
+        if rule.convert is None and dtype_kind(info.dtype) != dtype_kind(spec.dtype):
+            problems.append(f"{_describe(info)}: expected a kind of {dtype_kind(spec.dtype)}, found {info.dtype}")
     return problems
 
 
@@ -156,36 +158,13 @@ def _published_shape(rule: WeightRule, spec: jax.ShapeDtypeStruct) -> tuple[int,
     return None if rule.convert else spec.shape[len(rule.index) :]
 
 
-def _kind(dtype: np.dtype) -> str:
-    for kind in (jnp.floating, jnp.integer, jnp.bool_):
-        if jnp.issubdtype(dtype, kind):
-            return kind.__name__
-    return str(dtype)
-
-
 def _describe(info: TensorInfo) -> str:
     return f"{info.file.name}: {info.name!r}"
-
-
-def _show(path: LeafPath) -> str:
-    return ".".join(map(str, path))
 
 
 def _show_some(indices: Sequence[tuple[int, ...]], limit: int = 5) -> str:
     shown = ", ".join(str(index) for index in indices[:limit])
     return shown if len(indices) <= limit else f"{shown} and {len(indices) - limit} more"
-
-
-def _raise_if_any(problems: Sequence[str], folder: CheckpointFolder) -> None:
-    if not problems:
-        return
-    lines = [
-        f"{folder.path}: {len(problems)} problem{'s' * (len(problems) > 1)} with its tensors",
-        *problems[:_LISTED_PROBLEMS],
-    ]
-    if len(problems) > _LISTED_PROBLEMS:
-        lines.append(f"and {len(problems) - _LISTED_PROBLEMS} more")
-    raise CheckpointError("\n  ".join(lines))
 
 
 # One tensor's way from file to leaf
@@ -203,12 +182,14 @@ def _prepare(folder: CheckpointFolder, rule: WeightRule, spec: jax.ShapeDtypeStr
     place = spec.shape[len(rule.index) :]
     if value.shape != place and (rule.shape is None or value.size != np.prod(place, dtype=int)):
         raise _UnfitError(f"{rule.name!r}: expected shape {place} once converted, got {value.shape}")
-    if _kind(value.dtype) != _kind(spec.dtype):
-        raise _UnfitError(f"{rule.name!r}: expected a kind of {_kind(spec.dtype)} once converted, got {value.dtype}")
+    if dtype_kind(value.dtype) != dtype_kind(spec.dtype):
+        raise _UnfitError(
+            f"{rule.name!r}: expected a kind of {dtype_kind(spec.dtype)} once converted, got {value.dtype}"
+        )
     if jax.dtypes.canonicalize_dtype(value.dtype) != value.dtype:
         # 64 bits on a device of 32: cast here, since the transfer would cut integers without a word.
         cast = value.astype(spec.dtype)
-        if _kind(value.dtype) == "integer" and not np.array_equal(cast, value):
+        if dtype_kind(value.dtype) == "integer" and not np.array_equal(cast, value):
             raise _UnfitError(f"{rule.name!r}: expected values that fit {spec.dtype}, found {value.dtype} beyond it")
         value = cast
     return value.reshape(place)

@@ -8,13 +8,12 @@ import contextlib
 import functools
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxhybrid.checkpoint.safetensors_folder import CheckpointFolder, read_json_object
+from jaxhybrid.checkpoint.json_file import read_json_object, write_json_object
+from jaxhybrid.checkpoint.safetensors_folder import CheckpointFolder
 from jaxhybrid.errors import CheckpointError
 
 CACHE = ".jaxhybrid-fingerprint.json"
@@ -37,7 +36,8 @@ def weights_fingerprint(folder: CheckpointFolder) -> str:
     if cached is not None:
         return cached
     fingerprint = _hash_files(folder.path, stamps)
-    _write_cache(folder.path / CACHE, stamps, fingerprint)
+    with contextlib.suppress(OSError):
+        write_json_object(folder.path / CACHE, {"format": _FORMAT, "files": stamps, "sha256": fingerprint})
     return fingerprint
 
 
@@ -84,17 +84,3 @@ def _read_cache(path: Path, stamps: _Stamps) -> str | None:
     fingerprint = cache.get("sha256")
     is_digest = isinstance(fingerprint, str) and len(fingerprint) == 64 and set(fingerprint) <= set("0123456789abcdef")
     return fingerprint if is_digest else None
-
-
-def _write_cache(path: Path, stamps: _Stamps, fingerprint: str) -> None:
-    """Written aside and moved into place, so that another process never reads half a file."""
-    text = json.dumps({"format": _FORMAT, "files": stamps, "sha256": fingerprint})
-    with contextlib.suppress(OSError):
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-        try:
-            with os.fdopen(handle, "w") as file:
-                file.write(text)
-            os.replace(temporary, path)
-        except OSError:
-            os.unlink(temporary)
-            raise

@@ -19,6 +19,7 @@ import ml_dtypes
 import numpy as np
 from jaxtyping import Shaped
 
+from jaxhybrid.checkpoint.json_file import no_duplicates, read_json_object
 from jaxhybrid.errors import CheckpointError
 
 CONFIG = "config.json"
@@ -124,21 +125,6 @@ def read_config(folder: Path) -> dict[str, Any]:
     return read_json_object(folder / CONFIG, object_hook=_decode_float)
 
 
-def read_json_object(path: Path, **options: Any) -> dict[str, Any]:
-    """The JSON object in a file; `options` go to `json.loads`. Raises `CheckpointError` naming the file."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"), **options)
-    except FileNotFoundError:
-        raise CheckpointError(f"{path.parent}: expected a file {path.name}, found none") from None
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error}") from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: expected JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: expected a JSON object, found {type(value).__name__}")
-    return value
-
-
 def _decode_float(value: dict[str, Any]) -> Any:
     if value.keys() != {"__float__"}:
         return value
@@ -206,7 +192,7 @@ def _find_tensors(folder: Path) -> dict[str, TensorInfo]:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    weight_map = read_json_object(path, object_pairs_hook=_no_duplicates).get("weight_map")
+    weight_map = read_json_object(path, object_pairs_hook=no_duplicates).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path}: expected a non-empty object 'weight_map' of tensor name -> file name")
     for name, shard in weight_map.items():
@@ -214,14 +200,6 @@ def _read_index(path: Path) -> dict[str, str]:
         if not isinstance(shard, str) or not re.fullmatch(r"[^/\\]+\.safetensors", shard):
             raise CheckpointError(f"{path}: tensor {name!r}: expected the name of a safetensors file, found {shard!r}")
     return weight_map
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value = dict(pairs)
-    if len(value) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"duplicate entry {next(name for name in names if names.count(name) > 1)!r}")
-    return value
 
 
 # One file's header
@@ -248,7 +226,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from error
     try:
-        header = json.loads(text.decode("utf-8"), object_pairs_hook=_no_duplicates)
+        header = json.loads(text.decode("utf-8"), object_pairs_hook=no_duplicates)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: garbage in its header: {error}") from error
     if not isinstance(header, dict):
