@@ -21,6 +21,8 @@ from jaxtyping import Int32
 
 from jaxhybrid.errors import ConfigError, ReleasedError, TokenError
 
+_WIDTH = 4  # bytes of a token
+
 T = TypeVar("T")
 Tokens = Int32[np.ndarray, "n"]
 
@@ -81,20 +83,27 @@ class Match(Generic[T]):
 class _Node(Generic[T]):
     """The tokens between two boundaries: `edge` leads from the parent's `end` to this node's `end`.
 
+    Tokens are held as the bytes of an int32 array: whole edges, most of what a walk meets, then compare without the
+    overhead of NumPy calls.
+
     Invariant outside of an update: a node other than a root has a checkpoint, or no child, or several.
     """
 
     identity: Hashable
-    edge: Tokens
+    edge: bytes
     end: int
     parent: _Node[T] | None
     # By first token of the child's edge; the most recently inserted path last.
-    children: dict[int, _Node[T]] = field(default_factory=dict)
+    children: dict[bytes, _Node[T]] = field(default_factory=dict)
     checkpoint: Checkpoint[T] | None = None
 
     @property
     def start(self) -> int:
-        return self.end - self.edge.size
+        return self.end - len(self.edge) // _WIDTH
+
+    @property
+    def key(self) -> bytes:
+        return self.edge[:_WIDTH]
 
 
 class PrefixIndex(Generic[T]):
@@ -140,24 +149,30 @@ class PrefixIndex(Generic[T]):
         limit: ignore checkpoints beyond this boundary (a caller that needs the logits of the last token has to compute
         at least that one, and passes `len(tokens) - 1`). It does not shorten `matched`.
         """
-        tokens = _as_tokens(tokens)
+        data = _as_bytes(tokens)
         root = self._roots.get(identity)
         if root is None:
             return Match(matched=0, checkpoint=None, next_known_token=None)
-        node, matched, checkpoint = _descend(root, tokens, tokens.size if limit is None else limit)
+        node, matched, passed = _descend(root, data)
         known = None
-        if matched < tokens.size:
+        if matched < len(data) // _WIDTH:
             if matched < node.end:
-                known = int(node.edge[matched - node.start])
+                known = _token_at(node.edge, matched - node.start)
             elif node.children:
-                known = next(reversed(node.children))
-        return Match(matched=matched, checkpoint=checkpoint, next_known_token=known)
+                known = _token_at(next(reversed(node.children)), 0)
+        deepest = next((each for each in reversed(passed) if limit is None or each.length <= limit), None)
+        return Match(matched=matched, checkpoint=deepest, next_known_token=known)
+
+    def resume_points(self, identity: Hashable, tokens: Tokens | Sequence[int]) -> list[Checkpoint[T]]:
+        """Every checkpoint that `tokens` could be resumed from, shallowest first."""
+        root = self._roots.get(identity)
+        return [] if root is None else _descend(root, _as_bytes(tokens))[2]
 
     def insert(self, identity: Hashable, tokens: Tokens | Sequence[int]) -> None:
         """Makes `tokens` known."""
-        tokens = _as_tokens(tokens)
-        if tokens.size:
-            self._grow(identity, tokens)
+        data = _as_bytes(tokens)
+        if data:
+            self._grow(identity, data)
             self._forget_excess()
 
     def attach(
@@ -178,12 +193,13 @@ class PrefixIndex(Generic[T]):
 
         Raises TokenError when `tokens` is empty: no state belongs to boundary 0.
         """
-        tokens = _as_tokens(tokens)
-        if not tokens.size:
+        data = _as_bytes(tokens)
+        if not data:
             raise TokenError("a checkpoint needs at least one token, got none")
-        node = self._grow(identity, tokens)
-        if node.end > tokens.size:
-            node = _split(node, tokens.size)
+        node = self._grow(identity, data)
+        length = len(data) // _WIDTH
+        if node.end > length:
+            node = _split(node, length)
         if node.checkpoint is None:
             node.checkpoint = Checkpoint(identity, node.end, payload, kind, trajectory, tenant, _node=node)
             self._unpinned[node.checkpoint] = None
@@ -250,39 +266,41 @@ class PrefixIndex(Generic[T]):
         return payloads
 
     def tokens(self, checkpoint: Checkpoint[T]) -> Tokens:
-        """The token ids that a checkpoint's payload belongs to. [checkpoint.length] int32"""
+        """The token ids that a checkpoint's payload belongs to. [checkpoint.length] int32, read-only"""
         node: _Node[T] | None = _node_of(checkpoint)
         edges = []
         while node is not None:
             edges.append(node.edge)
             node = node.parent
-        return np.concatenate(edges[::-1])
+        return np.frombuffer(b"".join(reversed(edges)), np.int32)
 
-    def _grow(self, identity: Hashable, tokens: Tokens) -> _Node[T]:
-        """Makes `tokens` known, as the most recent path; returns the node whose edge holds the last of them."""
+    def _grow(self, identity: Hashable, data: bytes) -> _Node[T]:
+        """Makes the tokens known, as the most recent path; returns the node whose edge holds the last of them."""
         root = self._roots.get(identity)
         if root is None:
-            root = self._roots[identity] = _Node(identity, tokens[:0].copy(), end=0, parent=None)
-        node, matched, _ = _descend(root, tokens, limit=0)
-        rest = tokens[matched:].copy()  # a view would keep the caller's whole prompt alive
-        if rest.size:
+            root = self._roots[identity] = _Node(identity, b"", end=0, parent=None)
+        node, matched, _ = _descend(root, data)
+        length = len(data) // _WIDTH
+        if matched < length:
+            rest = data[matched * _WIDTH :]
             if matched < node.end:
                 node = _split(node, matched)
             if node in self._bare:
-                node.edge = np.concatenate([node.edge, rest])
-                node.end = tokens.size
+                node.edge += rest
+                node.end = length
             else:
-                leaf: _Node[T] = _Node(identity, rest, end=tokens.size, parent=node)
-                node.children[int(rest[0])] = leaf
+                leaf: _Node[T] = _Node(identity, rest, end=length, parent=node)
+                node.children[leaf.key] = leaf
                 self._bare[leaf] = None
                 node = leaf
-            self._known_tokens += rest.size
+            self._known_tokens += length - matched
         if node in self._bare:
             self._bare.move_to_end(node)
         child = node
         while child.parent is not None:
             siblings = child.parent.children
-            siblings[int(child.edge[0])] = siblings.pop(int(child.edge[0]))
+            if len(siblings) > 1:
+                siblings[child.key] = siblings.pop(child.key)
             child = child.parent
         return node
 
@@ -302,8 +320,8 @@ class PrefixIndex(Generic[T]):
         parent = leaf.parent
         assert parent is not None
         del self._bare[leaf]
-        del parent.children[int(leaf.edge[0])]
-        self._known_tokens -= leaf.edge.size
+        del parent.children[leaf.key]
+        self._known_tokens -= leaf.end - parent.end
         self._settle(parent)
 
     def _forget_excess(self) -> None:
@@ -312,20 +330,21 @@ class PrefixIndex(Generic[T]):
                 self._forget(next(iter(self._bare)))
 
 
-def _as_tokens(tokens: Tokens | Sequence[int]) -> Tokens:
+def _as_bytes(tokens: Tokens | Sequence[int]) -> bytes:
+    """Token ids as the bytes of an int32 array. Raises TokenError for anything but a flat sequence of such ids."""
     try:
         array = np.asarray(tokens)
-        if array.size == 0 and array.ndim == 1:
-            return array.astype(np.int32)
-        if array.ndim != 1 or array.dtype.kind not in "iu":
-            raise TokenError(f"expected token ids as integers of shape [n], got {array.dtype} {list(array.shape)}")
-        if array.dtype == np.int32:
-            return array
-        if array.min() < -(2**31) or array.max() >= 2**31:
-            raise TokenError(f"token ids must fit int32, got values from {array.min()} to {array.max()}")
-        return array.astype(np.int32)
     except ValueError as error:  # ragged
         raise TokenError(f"expected token ids as integers of shape [n]: {error}") from error
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise TokenError(f"expected token ids as integers of shape [n], got {array.dtype} {list(array.shape)}")
+    if array.size and array.dtype != np.int32 and not (array.min() >= -(2**31) and array.max() < 2**31):
+        raise TokenError(f"token ids must fit int32, got values from {array.min()} to {array.max()}")
+    return array.astype(np.int32, copy=False).tobytes()
+
+
+def _token_at(data: bytes, position: int) -> int:
+    return int(np.frombuffer(data, np.int32, count=1, offset=position * _WIDTH)[0])
 
 
 def _node_of(checkpoint: Checkpoint[T]) -> _Node[T]:
@@ -334,47 +353,48 @@ def _node_of(checkpoint: Checkpoint[T]) -> _Node[T]:
     return checkpoint._node
 
 
-def _descend(root: _Node[T], tokens: Tokens, limit: int) -> tuple[_Node[T], int, Checkpoint[T] | None]:
-    """Follows `tokens` down as far as they are known.
+def _descend(root: _Node[T], data: bytes) -> tuple[_Node[T], int, list[Checkpoint[T]]]:
+    """Follows tokens down as far as they are known.
 
     Returns the last node whose edge was entered, the number of tokens matched (less than that node's `end` when the
-    edge was left, or the tokens ended, inside it), and the deepest checkpoint passed at a boundary <= limit.
+    edge was left, or the tokens ended, inside it), and the checkpoints passed, shallowest first.
     """
-    node, matched = root, 0
-    deepest = None
-    while matched == node.end:
-        if node.checkpoint is not None and node.end <= limit:
-            deepest = node.checkpoint
-        child = node.children.get(int(tokens[matched])) if matched < tokens.size else None
+    node, at = root, 0
+    passed: list[Checkpoint[T]] = []
+    while True:
+        child = node.children.get(data[at : at + _WIDTH])
         if child is None:
-            break
-        matched += _common_prefix(child.edge, tokens[matched:])
+            return node, node.end, passed
+        if not data.startswith(child.edge, at):
+            return child, node.end + _common_prefix(child.edge, data[at : at + len(child.edge)]), passed
         node = child
-    return node, matched, deepest
+        at += len(child.edge)
+        if node.checkpoint is not None:
+            passed.append(node.checkpoint)
 
 
-def _common_prefix(a: Tokens, b: Tokens) -> int:
-    n = min(a.size, b.size)
-    differs = a[:n] != b[:n]
-    first = int(differs.argmax()) if n else 0
-    return first if n and differs[first] else n
+def _common_prefix(edge: bytes, data: bytes) -> int:
+    """Number of leading tokens that agree, where not all of `edge` does."""
+    count = min(len(edge), len(data)) // _WIDTH
+    differs = np.frombuffer(edge, np.int32, count) != np.frombuffer(data, np.int32, count)
+    return int(differs.argmax()) if differs.any() else count
 
 
 def _split(node: _Node[T], at: int) -> _Node[T]:
     """Cuts a node's edge at boundary `at` and returns the new upper node, which the caller gives a purpose at once."""
     assert node.parent is not None
-    cut = at - node.start
-    upper: _Node[T] = _Node(node.identity, node.edge[:cut].copy(), end=at, parent=node.parent)
-    node.parent.children[int(upper.edge[0])] = upper
-    node.edge = node.edge[cut:].copy()
+    cut = (at - node.start) * _WIDTH
+    upper: _Node[T] = _Node(node.identity, node.edge[:cut], end=at, parent=node.parent)
+    node.parent.children[upper.key] = upper
+    node.edge = node.edge[cut:]
     node.parent = upper
-    upper.children[int(node.edge[0])] = node
+    upper.children[node.key] = node
     return upper
 
 
 def _merge_into_child(node: _Node[T]) -> None:
     (child,) = node.children.values()
     assert node.parent is not None
-    child.edge = np.concatenate([node.edge, child.edge])
+    child.edge = node.edge + child.edge
     child.parent = node.parent
-    node.parent.children[int(child.edge[0])] = child
+    node.parent.children[child.key] = child
