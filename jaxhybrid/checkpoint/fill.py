@@ -12,6 +12,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ from jaxtyping import Array, Bool, Shaped
 from jaxhybrid.checkpoint.problems import dtype_kind, raise_problems, show_path
 from jaxhybrid.checkpoint.safetensors_folder import CheckpointFolder, TensorInfo
 
-LeafPath = tuple[str | int, ...]
+LeafPath = tuple[Any, ...]  # keys, as Flax gives them: str and int
 Leaves = dict[LeafPath, Shaped[Array, "..."]]
 
 

@@ -61,7 +61,8 @@ class OrbaxFolder:
         """The leaves of `abstract`, read straight to their dtype and sharding (by default the first device).
 
         Raises one `CheckpointError` naming all leaves that are missing, unknown, misshapen or of another kind of
-        dtype, or when Orbax cannot read the data.
+        dtype, or when Orbax cannot read the data. Orbax keeps no checksum of the data itself: a changed byte inside an
+        array goes unseen here.
         """
         import orbax.checkpoint as ocp
 

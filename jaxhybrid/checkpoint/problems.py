@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -21,7 +22,7 @@ def raise_problems(problems: Sequence[str], folder: Path) -> None:
     raise CheckpointError("\n  ".join(lines))
 
 
-def show_path(path: tuple[str | int, ...]) -> str:
+def show_path(path: tuple[Any, ...]) -> str:
     """A leaf's path as messages write it."""
     return ".".join(map(str, path))
 
