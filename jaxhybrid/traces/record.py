@@ -37,7 +37,8 @@ class CallRecord(msgspec.Struct, frozen=True, kw_only=True, tag="call"):
     matched: int
     resumed: int
     gap: int
-    limited_by: str | None
+    limited_by: str
+    """What kept the call from resuming further, in the engine's words: `none`, `cold`, `recurrent`, `template`, ..."""
     new_tokens: int
     generated: int
     context_tokens: int

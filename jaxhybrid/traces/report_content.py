@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from jaxhybrid.traces import units
 from jaxhybrid.traces.record import CallRecord, RunRecord
 from jaxhybrid.traces.simulate import PolicyResult
-from jaxhybrid.traces.summary import Limit, Totals, by_trajectory, response_end_pair, total
+from jaxhybrid.traces.summary import LIMITS, Limit, Totals, by_trajectory, response_end_pair, total
 
 MAX_ROWS = 200
 
@@ -137,12 +137,19 @@ def trajectory_table(calls: Sequence[CallRecord], limit: int = MAX_ROWS) -> Tabl
 
 def limit_table(rows: Sequence[Limit]) -> Table:
     """What limited reuse, with the first prompt that left the known path."""
-    header = ("limited by", "first difference", "calls", "gap", "new")
+    header = ("limited by", "meaning", "first difference", "calls", "gap", "new")
     cells = [
-        (row.limited_by, differing(row.example), units.count(row.calls), units.count(row.gap), units.count(row.new))
+        (
+            row.limited_by.replace("_", " "),
+            LIMITS.get(row.limited_by, "–"),
+            differing(row.example),
+            units.count(row.calls),
+            units.count(row.gap),
+            units.count(row.new),
+        )
         for row in rows
     ]
-    return Table(header, tuple(cells), text_columns=2, total_rows=len(rows))
+    return Table(header, tuple(cells), text_columns=3, total_rows=len(rows))
 
 
 def counter_table(counters: dict[str, int | float]) -> Table:

@@ -25,6 +25,7 @@ MAX_TRAJECTORIES = 12
 MAX_ERRORS = 10
 # What fits into 80 columns; the page has the rest.
 POLICY_COLUMNS = ("policy", "gap", "gap a call", "amplification", "beyond perfect", "hit rate")
+LIMIT_COLUMNS = ("limited by", "first difference", "calls", "gap", "new")
 TRAJECTORY_COLUMNS = ("trajectory", "calls", "prompt", "reused", "gap", "amplification")
 
 
@@ -41,7 +42,7 @@ def print_table(record: RunRecord, console: Console) -> None:
         policies = _select(policy_table(record.policies), POLICY_COLUMNS)
         console.print(_grid("Checkpoint policies on the same traces", policies))
     if record.calls:
-        console.print(_grid("What limited reuse", limit_table(limits(record.calls))))
+        console.print(_grid("What limited reuse", _select(limit_table(limits(record.calls)), LIMIT_COLUMNS)))
         shown = trajectory_table(record.calls, MAX_TRAJECTORIES)
         title = f"Largest trajectories ({len(shown.rows)} of {shown.total_rows})"
         console.print(_grid(title, _select(shown, TRAJECTORY_COLUMNS)))
@@ -78,7 +79,8 @@ def _grid(title: str, data: Table) -> rich.table.Table:
 def _select(data: Table, names: Sequence[str]) -> Table:
     places = [data.header.index(name) for name in names]
     rows = tuple(tuple(row[place] for place in places) for row in data.rows)
-    return Table(tuple(names), rows, data.text_columns, data.total_rows)
+    text_columns = sum(place < data.text_columns for place in places)
+    return Table(tuple(names), rows, text_columns, data.total_rows)
 
 
 def _text(content: str, style: str = "") -> Text:

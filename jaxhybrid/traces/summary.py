@@ -10,8 +10,15 @@ from dataclasses import dataclass
 from jaxhybrid.traces.record import CallRecord, RunRecord
 from jaxhybrid.traces.simulate import PolicyResult
 
-NOTHING = "nothing"
-"""Shown for calls whose reuse was not limited."""
+LIMITS = {
+    "none": "all that was known was reused",
+    "cold": "nothing was known yet",
+    "recurrent": "the recurrent state was not kept at the matched boundary",
+    "pages": "the pages were not kept up to the matched boundary",
+    "template": "the chat template rendered an earlier response otherwise than it was generated",
+    "context_edit": "an earlier message was changed",
+}
+"""What each value of `limited_by` means."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +111,7 @@ def limits(calls: Iterable[CallRecord]) -> list[Limit]:
     """What limited reuse, most calls first."""
     groups: dict[str, list[CallRecord]] = defaultdict(list)
     for call in calls:
-        groups[call.limited_by or NOTHING].append(call)
+        groups[call.limited_by].append(call)
     rows = [
         Limit(
             limited_by=name,

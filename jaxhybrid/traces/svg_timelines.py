@@ -210,7 +210,7 @@ def _lane_name(lane: Lane, base: float) -> Markup:
 def _call_bar(call: CallRecord, x: Scale, y: Scale, position: int) -> Markup:
     width = min(18.0, max(0.8, (x(1) - x(0)) * 0.8))
     values = [("reused", call.resumed), ("gap", call.gap), ("new", call.new_tokens)]
-    limited = f", limited by {call.limited_by}" if call.limited_by else ""
+    limited = f", limited by {call.limited_by}" if call.limited_by not in ("none", "cold") else ""
     hint = (
         f"call {call.call + 1} on {call.branch}: {call.resumed:,} reused, {call.gap:,} gap, {call.new_tokens:,} new, "
         f"{call.generated:,} generated{limited}"

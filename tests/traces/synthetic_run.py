@@ -21,7 +21,7 @@ def call(trajectory: str = "run-a", index: int = 0, **changes: object) -> CallRe
         "gap": 30,
         "new_tokens": 70,
         "generated": 41,
-        "limited_by": None,
+        "limited_by": "none",
         "ttft_s": 0.021,
         "decode_s": 0.4,
         "finish_reason": "stop",
@@ -59,7 +59,9 @@ def trajectory_calls(name: str, count: int, seed: int, *, sub_agents: int = 0) -
                 gap=min(gap, context),
                 new_tokens=new,
                 generated=chance.randint(20, 260),
-                limited_by=None if not gap else ("template" if rewritten else "recurrent"),
+                limited_by=("template" if rewritten else "recurrent")
+                if gap
+                else ("cold" if parent is None else "none"),
                 differing=(context - gap, 151668, 198) if rewritten else None,
                 ttft_s=(0.004 + 1.1e-4 * (new + gap)) * chance.uniform(0.8, 1.3),
                 log_likelihood=-chance.uniform(40, 600),

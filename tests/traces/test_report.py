@@ -23,7 +23,7 @@ from jaxhybrid.traces.progress import Progress
 from jaxhybrid.traces.record import ColdSample, MemorySample, RunRecord, read_json
 from jaxhybrid.traces.report_html import render, write_report
 from jaxhybrid.traces.report_table import print_table
-from jaxhybrid.traces.summary import NOTHING, limits, response_end_pair, total
+from jaxhybrid.traces.summary import limits, response_end_pair, total
 from jaxhybrid.traces.svg_canvas import Scale
 
 VOID = {"meta", "link", "img", "br", "hr", "input"}
@@ -242,7 +242,8 @@ def test_limits_name_the_first_differing_token(page: Node, run: RunRecord) -> No
     position, expected, came = rewritten.differing
     assert f"call {rewritten.call + 1}: at token {position:,} expected {expected}, got {came}" in rows["template"]
     assert sum(row.calls for row in limits(run.calls)) == len(run.calls)
-    assert NOTHING in rows
+    assert "the chat template rendered an earlier response otherwise" in rows["template"]
+    assert {"none", "cold", "recurrent", "template"} == set(rows)
 
 
 def test_latency_marks_are_thinned_but_medians_are_not() -> None:
