@@ -19,7 +19,7 @@ class Retention:
     turn_start: after the last user or tool message, before the generation prompt: where the next call resumes when the
         template rewrites the assistant's turn.
     junctions: where a request left a known path: whatever the two have in common, a third is likely to share.
-    every: at multiples of this many tokens; None for no grid.
+    every: at multiples of this many tokens, in prompts and responses; None for no grid.
     """
 
     prompt_end: bool = True
@@ -49,7 +49,7 @@ def boundaries(
     turn_start: tokens before the generation prompt; None where that is not known.
 
     Returns (boundary, kind) pairs, ascending, each boundary once (its kind the first of `Kind` that asks for it), with
-    resumed < boundary <= length. The response's end is not among them: it is known only after generation.
+    resumed < boundary <= length. What lies beyond the prompt is the matter of `response_boundaries`.
     """
     wanted: list[tuple[int, Kind]] = []
     if retention.turn_start and turn_start is not None:
@@ -58,11 +58,27 @@ def boundaries(
         wanted.append((matched, "junction"))
     if retention.prompt_end:
         wanted.append((length, "prompt_end"))
-    if retention.every is not None:
-        first = (resumed // retention.every + 1) * retention.every
-        wanted.extend((n, "every") for n in range(first, length + 1, retention.every))
+    wanted.extend((n, "every") for n in _grid(retention, resumed, length))
     kinds: dict[int, Kind] = {}
     for n, kind in wanted:
         if resumed < n <= length:
             kinds.setdefault(n, kind)
     return sorted(kinds.items())
+
+
+def response_boundaries(retention: Retention, *, prompt_length: int, length: int) -> list[tuple[int, Kind]]:
+    """The boundaries at which a response, tokens [prompt_length, length) of its sequence, is worth a checkpoint.
+
+    `length` excludes an end token. The rest as for `boundaries`, with prompt_length < boundary <= length.
+    """
+    kinds: dict[int, Kind] = dict.fromkeys(_grid(retention, prompt_length, length), "every")
+    if retention.response_end and length > prompt_length:
+        kinds[length] = "response_end"
+    return sorted(kinds.items())
+
+
+def _grid(retention: Retention, after: int, last: int) -> range:
+    """The multiples of `every` in (after, last]."""
+    if retention.every is None:
+        return range(0)
+    return range((after // retention.every + 1) * retention.every, last + 1, retention.every)

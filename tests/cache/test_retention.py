@@ -1,6 +1,6 @@
 import pytest
 
-from jaxhybrid.cache.retention import Retention, boundaries
+from jaxhybrid.cache.retention import Retention, boundaries, response_boundaries
 from jaxhybrid.errors import ConfigError
 
 EVERYTHING = Retention(every=16)
@@ -67,3 +67,14 @@ def test_a_turn_start_beyond_the_prompt_is_not_a_boundary_of_it():
 def test_a_grid_needs_a_step():
     with pytest.raises(ConfigError, match="every must be at least 1 token or None, got 0"):
         Retention(every=0)
+
+
+def test_a_response_is_kept_at_its_end_and_on_the_grid():
+    assert response_boundaries(Retention(), prompt_length=50, length=73) == [(73, "response_end")]
+    assert response_boundaries(EVERYTHING, prompt_length=48, length=80) == [(64, "every"), (80, "response_end")]
+    assert response_boundaries(Retention(response_end=False, every=16), prompt_length=49, length=63) == []
+    assert response_boundaries(NOTHING, prompt_length=50, length=73) == []
+
+
+def test_an_empty_response_has_no_end_of_its_own():
+    assert response_boundaries(EVERYTHING, prompt_length=48, length=48) == []
