@@ -96,7 +96,7 @@ def _read_lines(file: Path) -> Iterator[Record | TraceError]:
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
-                yield _decode(line, file, number)
+                yield _decode(line.rstrip(), file, number)
 
 
 def _decode(data: bytes, file: Path, line: int) -> Record | TraceError:

@@ -113,7 +113,7 @@ class _TraceIterator(grain.DatasetIterator):
         self._taken = state["taken"]
         self._items = self._shard_items()
         for _ in range(self._taken):
-            next(self._items)
+            next(self._items, None)
 
     def _shard_items(self) -> Iterator[Trajectory | TraceError]:
         seen: Counter[str] = Counter()

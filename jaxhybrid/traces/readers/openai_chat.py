@@ -56,7 +56,8 @@ def read(records: Iterable[Record]) -> Iterator[Trajectory | TraceError]:
         try:
             if isinstance(record.value, dict) and "response" in record.value:
                 exchange = record.convert(_Exchange)
-                sessions.setdefault(_session(exchange, record), []).append((record, _call(exchange, record)))
+                call = _call(exchange, record)
+                sessions.setdefault(_session(exchange, record), []).append((record, call))
             else:
                 yield _conversation(record)
         except TraceError as error:
