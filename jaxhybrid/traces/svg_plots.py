@@ -180,6 +180,7 @@ def response_end(pair: tuple[PolicyResult, PolicyResult]) -> Figure:
 
 def latency(calls: Sequence[CallRecord], cold: Sequence[ColdSample]) -> Figure:
     """Time to first token against context length: every call, and the prompts that were also run cold."""
+    cold = [sample for sample in cold if sample.cold_ttft_s > 0 and sample.warm_ttft_s > 0]
     warm_points = [(call.prompt_tokens, call.ttft_s) for call in calls if call.resumed and call.ttft_s > 0]
     warm_points += [(sample.context_tokens, sample.warm_ttft_s) for sample in cold]
     cold_points = [(call.prompt_tokens, call.ttft_s) for call in calls if not call.resumed and call.ttft_s > 0]
@@ -307,11 +308,11 @@ def _latency_finding(
 ) -> str:
     if samples:
         longest = max(samples, key=lambda sample: sample.context_tokens)
-        ratio = longest.cold_ttft_s / longest.warm_ttft_s if longest.warm_ttft_s else math.inf
+        ratio = longest.cold_ttft_s / longest.warm_ttft_s
         return (
             f"At {units.compact(longest.context_tokens)} tokens the first token comes after "
             f"{units.seconds(longest.warm_ttft_s)} with reuse and {units.seconds(longest.cold_ttft_s)} without"
-        ) + (f": {ratio:.0f}× sooner" if 2 <= ratio < math.inf else "")
+        ) + (f": {ratio:.0f}× sooner" if ratio >= 2 else "")
     parts = [
         f"{name} {units.seconds(statistics.median(seconds for _, seconds in points))}"
         for name, points in (("resumed", warm), ("from nothing", cold))

@@ -122,9 +122,11 @@ def test_resume_after_a_kill_in_the_middle_of_a_line(tmp_path: Path, cut: int) -
     with RunLog(path, HEADER, resume=True) as log:
         assert log.done == {("a", 0), ("b", 4)}
         assert (log.memory, log.cold) == ([SAMPLE], [COLD])
-        log.append(call("a", 1))
+        log.append(COLD)  # shorter than what is left of the line that was cut off
+    assert path.read_bytes().endswith(b"}\n")
     with RunLog(path, HEADER, resume=True) as log:
-        assert log.done == {("a", 0), ("b", 4), ("a", 1)}
+        assert log.done == {("a", 0), ("b", 4)}
+        assert log.cold == [COLD, COLD]
 
 
 def test_resume_goes_on_with_the_clock(tmp_path: Path) -> None:

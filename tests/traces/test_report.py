@@ -163,8 +163,10 @@ def test_bars_are_as_tall_as_their_values(page: Node) -> None:
             for rect in rects:
                 height = float(rect.attributes["height"])
                 assert height == pytest.approx(float(rect.attributes["data-value"]) * scale, abs=0.011)
-            foot = max(float(rect.attributes["y"]) + float(rect.attributes["height"]) for rect in rects)
-            assert foot == pytest.approx(base, abs=0.02)
+            foot = base
+            for rect in rects:
+                assert float(rect.attributes["y"]) + float(rect.attributes["height"]) == pytest.approx(foot, abs=0.02)
+                foot = float(rect.attributes["y"])
 
 
 def test_many_calls_share_bars_and_lose_none() -> None:
@@ -255,6 +257,14 @@ def test_latency_marks_are_thinned_but_medians_are_not() -> None:
     assert len(node.all("path", "mark")) == 1
     assert "Thinned" in figure.note
     assert figure.title == "At 4k tokens the first token comes after 20 ms with reuse and 2 s without: 100× sooner"
+
+
+def test_latency_leaves_out_what_was_too_quick_to_time() -> None:
+    instant = ColdSample(context_tokens=9, cold_ttft_s=0.0, warm_ttft_s=0.0)
+    assert svg_plots.latency([call("a", 0, ttft_s=0.0)], [instant]).svg is None
+    assert (
+        svg_plots.latency([call("a", 0, ttft_s=0.5)], [instant]).title == "Median time to first token: resumed 500 ms"
+    )
 
 
 def test_memory_keeps_its_peak_when_thinned() -> None:
