@@ -14,30 +14,34 @@ C = TypeVar("C", MessageCall, TextCall, BlockCall)
 
 
 class PrefixTrie:
-    """Paths of hashable items, each remembered by the latest index that passed through."""
+    """Paths of hashable items. A node remembers the first index that passed through, and the latest of each branch."""
 
     def __init__(self) -> None:
         self._nodes: dict[tuple[int, Hashable], int] = {}
-        self._latest: list[int | None] = [None]
+        self._first: list[int | None] = [None]
+        self._latest: dict[tuple[int, str], int] = {}
 
-    def deepest(self, path: Iterable[Hashable]) -> tuple[int, int | None]:
-        """Length of the longest known opening of `path`, and the latest index that has it (None at length 0)."""
+    def deepest(self, path: Iterable[Hashable], branch: str = "main") -> tuple[int, int | None]:
+        """Length of the longest known opening of `path`, and an index that has it (None at length 0).
+
+        Of several it is the latest of `branch`; if none is of that branch, the first.
+        """
         node = depth = 0
         for item in path:
             child = self._nodes.get((node, item))
             if child is None:
                 break
             node, depth = child, depth + 1
-        return depth, self._latest[node]
+        return depth, self._latest.get((node, branch), self._first[node])
 
-    def insert(self, path: Iterable[Hashable], index: int) -> None:
+    def insert(self, path: Iterable[Hashable], index: int, branch: str = "main") -> None:
         node = 0
         for item in path:
-            child = self._nodes.setdefault((node, item), len(self._latest))
-            if child == len(self._latest):
-                self._latest.append(None)
+            child = self._nodes.setdefault((node, item), len(self._first))
+            if child == len(self._first):
+                self._first.append(index)
             node = child
-            self._latest[node] = index
+            self._latest[node, branch] = index
 
 
 def with_parents(calls: Sequence[C]) -> tuple[C, ...]:
@@ -62,9 +66,9 @@ def _path_parents(calls: Sequence[MessageCall | TextCall | BlockCall]) -> list[i
             # Tools are rendered into the prompt: other tools make another context, however alike the messages.
             prompt = [json.dumps(call.tools), *(_key(message, keys) for message in call.messages)]
             shortest, path = 2, [*prompt, _key(call.response, keys)]
-        depth, latest = trie.deepest(prompt)
+        depth, latest = trie.deepest(prompt, call.branch)
         parents.append(latest if depth >= shortest else None)
-        trie.insert(path, index)
+        trie.insert(path, index, call.branch)
     return parents
 
 

@@ -6,7 +6,17 @@ from typing import Any, Protocol
 
 from jaxhybrid.errors import TraceError
 from jaxhybrid.traces.files import Record, read_records
-from jaxhybrid.traces.readers import atif, call_log, mooncake, openai_chat, swe_agent, tau_bench, tracelab, weka
+from jaxhybrid.traces.readers import (
+    atif,
+    call_log,
+    mooncake,
+    openai_chat,
+    recorded_calls,
+    swe_agent,
+    tau_bench,
+    tracelab,
+    weka,
+)
 from jaxhybrid.traces.trajectory import Trajectory
 
 
@@ -23,7 +33,17 @@ class Reader(Protocol):
     def read(self, records: Iterable[Record]) -> Iterator[Trajectory | TraceError]: ...
 
 
-_MODULES: tuple[Reader, ...] = (atif, call_log, mooncake, openai_chat, swe_agent, tau_bench, tracelab, weka)
+_MODULES: tuple[Reader, ...] = (
+    atif,
+    call_log,
+    mooncake,
+    openai_chat,
+    recorded_calls,
+    swe_agent,
+    tau_bench,
+    tracelab,
+    weka,
+)
 READERS: dict[str, Reader] = {module.FORMAT: module for module in _MODULES}
 
 

@@ -16,9 +16,9 @@ class Call:
     """One model call of a trajectory, in order of recording.
 
     `branch` is "main" or the name of a sub-agent. `parent` is the index of the earlier call whose prompt and response
-    share the longest opening with this prompt (the latest of equals): the call that this one continues or forks from.
-    None means that the context is fresh. It says nothing about who spawned whom: a sub-agent that starts from a prompt
-    of its own has no parent.
+    share the longest opening with this prompt: the call that this one continues or forks from. Of equals it is the
+    latest of the same branch, else the first. None means that the context is fresh. It says nothing about who spawned
+    whom: a sub-agent that starts from a prompt of its own has no parent.
     """
 
     branch: str = "main"

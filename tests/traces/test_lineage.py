@@ -16,12 +16,15 @@ def blocks(*names):
     return BlockCall(blocks=np.array(names), block_size=2, input_length=2 * len(names), output_length=1)
 
 
-def test_trie_gives_the_deepest_node_and_the_latest_through_it():
+def test_trie_gives_the_deepest_node_and_the_latest_of_the_branch_or_the_first_through_it():
     trie = PrefixTrie()
     trie.insert("abc", 0)
     trie.insert("abd", 1)
+    trie.insert("abe", 2, "helper")
     assert trie.deepest("abce") == (3, 0)
     assert trie.deepest("abx") == (2, 1)
+    assert trie.deepest("abx", "helper") == (2, 2)
+    assert trie.deepest("abx", "another") == (2, 0)
     assert trie.deepest("x") == (0, None)
 
 
@@ -37,6 +40,17 @@ def test_message_calls_continue_fork_and_start_afresh():
     ]
     # Call 1's prompt and call 0's prompt and response share the same opening with call 3: the latest counts.
     assert parents(calls) == [None, 0, None, 1, 1]
+
+
+def test_sub_agents_fork_from_their_spawner_not_from_each_other():
+    ask, answer = message("user", "u"), message("assistant", "a")
+    calls = [
+        MessageCall(messages=(ask,), response=answer),
+        MessageCall(messages=(ask, message("user", "one")), response=answer, branch="one"),
+        MessageCall(messages=(ask, message("user", "two")), response=answer, branch="two"),
+        MessageCall(messages=(ask, answer, ask), response=answer),
+    ]
+    assert parents(calls) == [None, 0, 0, 0]
 
 
 def test_other_tools_make_another_context():

@@ -182,6 +182,50 @@ class TestSweAgent:
         assert run.calls[2].messages[1]["content"] == "omitted"
 
 
+class TestRecordedCalls:
+    @staticmethod
+    def recording(*calls):
+        return {"format": "jaxhybrid.recorded_calls", "id": "demo-1", "tools": [{"type": "function"}], "calls": calls}
+
+    @staticmethod
+    def call(keep, append, response=ANSWER, parent=0, branch="main"):
+        return {"branch": branch, "parent": parent, "keep": keep, "append": append, "response": response}
+
+    def test_prompts_are_built_from_the_parents(self, tmp_path):
+        calls = [
+            self.call(0, [SYSTEM, ASK], CALL, parent=None),
+            self.call(3, [RESULT]),
+            self.call(2, [ASK], branch="helper"),
+            self.call(2, []),
+        ]
+        (run,) = read(tmp_path, self.recording(*calls))
+        assert (run.id, run.format) == ("demo-1", "recorded_calls")
+        assert [roles(call) for call in run.calls] == [
+            ["system", "user"],
+            ["system", "user", "assistant", "tool"],
+            ["system", "user", "user"],
+            ["system", "user"],
+        ]
+        assert run.calls[1].messages[2] == run.calls[0].response
+        assert [call.branch for call in run.calls] == ["main", "main", "helper", "main"]
+        assert run.calls[2].tools == ({"type": "function"},)
+        assert [call.parent for call in run.calls] == [None, 0, 0, 1]
+
+    @pytest.mark.parametrize(
+        ("call", "problem"),
+        [
+            ({"keep": 4, "append": []}, r"call 1: expected to keep at most 3 messages, got 4"),
+            ({"keep": 0, "append": []}, r"call 1: expected a prompt, got no messages"),
+            ({"keep": 1, "append": [], "parent": 1}, r"call 1: expected an earlier call as parent, got 1"),
+        ],
+    )
+    def test_what_has_no_prompt_is_named(self, tmp_path, call, problem):
+        first = self.call(0, [SYSTEM, ASK], parent=None)
+        (error,) = read(tmp_path, self.recording(first, self.call(**call)))
+        with pytest.raises(TraceError, match=problem):
+            raise error
+
+
 def atif(**rest):
     return {"schema_version": "ATIF-v1.8", "agent": {"name": "a", "version": "1"}, **rest}
 

@@ -12,11 +12,13 @@ from jaxhybrid.traces.recognise import READERS, read_file, reader_named, recogni
 from jaxhybrid.traces.trajectory import Trajectory
 
 MESSAGE = {"role": "user", "content": "a"}
+ANSWER = {"role": "assistant", "content": "b"}
 SAMPLES = {
     "atif": {"schema_version": "ATIF-v1.5", "steps": []},
     "call_log": {"timestamp": 1, "input": "a", "output": "b", "session_id": "s"},
     "mooncake": {"timestamp": 1, "input_length": 1, "output_length": 1, "hash_ids": [1]},
     "openai_chat": {"messages": [MESSAGE], "calls": []},
+    "recorded_calls": {"format": "jaxhybrid.recorded_calls", "id": "r", "calls": []},
     "swe_agent": {"history": [], "trajectory": [], "info": {}},
     "tau_bench": [{"task_id": 1, "traj": [MESSAGE], "trial": 0}],
     "tracelab": {"session_id": "s", "round_index": 0, "input_tokens_total": 2, "prefix_tokens": 1, "output_tokens": 1},
@@ -111,6 +113,21 @@ RICH = [
     {
         "history": [{**MESSAGE, "agent": "a"}, {"role": "assistant", "content": "a", "tool_call_ids": ["c"]}],
         "trajectory": [{"response": "a", "query": [MESSAGE]}],
+    },
+    {
+        "format": "jaxhybrid.recorded_calls",
+        "id": "r",
+        "tools": [{}],
+        "calls": [
+            {
+                "branch": "b",
+                "parent": None,
+                "keep": 0,
+                "append": [MESSAGE],
+                "response": {**MESSAGE, "role": "assistant"},
+            },
+            {"branch": "b", "parent": 0, "keep": 2, "append": [MESSAGE], "response": {**MESSAGE, "role": "assistant"}},
+        ],
     },
     {"messages_display": "user: a\nassistant: b"},
     {"id": "a", "block_size": 4, "requests": [{"type": "n", "t": 1, "in": 4, "out": 1, "hash_ids": [1]}]},
