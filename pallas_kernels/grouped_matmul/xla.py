@@ -13,13 +13,18 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.grouped_matmul.grouping import combine, group_by_expert
 
-# Most rows of one product.
+# Most rows of one product: where a CPU core reaches its peak.
 MAX_BLOCK_ROWS = 64
+# Up to this mean share, matrix-vector products one after the other are no slower than products of several rows, which
+# repack the weights first.
+MAX_SHARE_OF_SINGLE_ROWS = 2
 
 
 def block_rows(assignments: int, num_experts: int) -> int:
-    """Rows per block: an expert's mean share, rounded up to a power of two, at most MAX_BLOCK_ROWS; 1 for one token."""
-    share = max(1, assignments // num_experts)
+    """Rows per block: 1 for few, else 1.5 times an expert's mean share, up to a power of two and MAX_BLOCK_ROWS."""
+    if assignments <= MAX_SHARE_OF_SINGLE_ROWS * num_experts:
+        return 1
+    share = 3 * assignments // (2 * num_experts)
     return min(MAX_BLOCK_ROWS, 1 << (share - 1).bit_length())
 
 
@@ -69,9 +74,19 @@ def _expert_function(gate, up, down) -> Callable[[Int[Array, ""], Float[Array, "
 def _swiglu(
     rows: Float[Array, "M D"], gate: Float[Array, "I D"], up: Float[Array, "I D"], down: Float[Array, "D I"]
 ) -> Float[Array, "M D"]:
-    hidden = jax.nn.silu(_product(rows, gate)) * _product(rows, up)
-    return _product(hidden.astype(rows.dtype), down)
+    if rows.shape[0] == 1:
+        hidden = jax.nn.silu(_times_rows(rows, gate)) * _times_rows(rows, up)
+        return _times_rows(hidden.astype(rows.dtype), down)
+    # Several rows as columns: XLA:CPU then repacks the weights at less cost. The barrier keeps it from turning the last
+    # product around again.
+    columns = rows.T
+    hidden = jax.nn.silu(_times_columns(gate, columns)) * _times_columns(up, columns)
+    return lax.optimization_barrier(_times_columns(down, hidden.astype(rows.dtype))).T
 
 
-def _product(rows: Float[Array, "M a"], matrix: Float[Array, "b a"]) -> Float[Array, "M b"]:
+def _times_rows(rows: Float[Array, "1 a"], matrix: Float[Array, "b a"]) -> Float[Array, "1 b"]:
     return jnp.einsum("ma,ba->mb", rows, matrix, preferred_element_type=jnp.float32)
+
+
+def _times_columns(matrix: Float[Array, "b a"], columns: Float[Array, "a M"]) -> Float[Array, "b M"]:
+    return jnp.einsum("ba,am->bm", matrix, columns, preferred_element_type=jnp.float32)
