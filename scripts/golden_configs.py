@@ -66,7 +66,7 @@ _KIMI_A: Config = _KIMI | {
     "vocab_size": 103,
 }
 
-# Low-rank queries, two dense layers, two shared experts, no renormalisation, a three-tap convolution, irregular schedule.
+# Low-rank queries, two dense layers, two shared experts, no renormalisation, a three-tap convolution, odd schedule.
 _KIMI_B: Config = _KIMI | {
     "first_k_dense_replace": 2,
     "head_dim": 11,
@@ -96,7 +96,7 @@ _KIMI_B: Config = _KIMI | {
     "vocab_size": 101,
 }
 
-# Kimi K3's output gate on the latent attention, a multi-token-prediction layer, tied embeddings: the demo model's parts.
+# Kimi K3's output gate on the latent attention, a multi-token-prediction layer, tied embeddings: as the demo model.
 _KIMI_GATED: Config = _KIMI_A | {
     "linear_attn_config": _KIMI_A["linear_attn_config"] | {"full_attn_layers": [4], "kda_layers": [1, 2, 3]},
     "mla_use_output_gate": True,

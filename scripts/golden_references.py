@@ -3,8 +3,8 @@
 `transformers` has neither option. Tensors are read under their published names, the recurrence is the sequential
 definition, and without the options the result equals `transformers` (make_goldens.py checks that on every run).
 
-Sources: Kimi Linear (arXiv 2510.26692, eq. 1 and section 4), DeepSeek-V2 (2405.04434, section 2.1) for latent attention,
-DeepSeek-V3 (2412.19437, sections 2.1.2 and 2.2) for the router and for multi-token prediction.
+Sources: Kimi Linear (arXiv 2510.26692) for the delta rule and its gates, DeepSeek-V2 (2405.04434, section 2.1) for
+latent attention, DeepSeek-V3 (2412.19437, sections 2.1.2 and 2.2) for the router and multi-token prediction.
 """
 
 from typing import Any
@@ -29,7 +29,7 @@ class KimiReference:
         self.tensors = tensors
 
     def __call__(self, input_ids: Tensor) -> tuple[Tensor, Tensor | None]:
-        """input_ids [B,T] -> logits [B,T,V], and with a prediction layer its logits [B,T-1,V]: row t predicts token t+2."""
+        """input_ids [B,T] -> logits [B,T,V] and, with a prediction layer, its logits [B,T-1,V] (row t: token t+2)."""
         config = self.config
         x = self.tensors["model.embed_tokens.weight"][input_ids]
         for index in range(config["num_hidden_layers"]):

@@ -44,7 +44,7 @@ _SEED = flags.DEFINE_integer("seed", 20, "First seed to try for each golden.")
 Forward = Callable[[Any], tuple[Any, Any]]  # input_ids [B,T] -> logits [B,T,V], mtp logits or None
 
 
-def random_tensor(name: str, shape: tuple[int, ...], generator, zero_centred: bool):
+def random_tensor(config: Config, name: str, shape: tuple[int, ...], generator):
     """A value away from the initial constant for every kind of parameter, of a size that keeps activations near one."""
     import torch
 
@@ -53,13 +53,17 @@ def random_tensor(name: str, shape: tuple[int, ...], generator, zero_centred: bo
 
     leaf = name.rsplit(".", 1)[-1]
     if leaf == "A_log":  # decay rates over two decades: heads that forget in a few tokens, heads that remember hundreds
-        return torch.empty(shape).uniform_(0.02, 2.0, generator=generator).log()
+        return torch.empty(shape).uniform_(-4.6, 0.0, generator=generator)
     if leaf == "dt_bias":
         return normal(-1.0, 0.7)
     if leaf == "e_score_correction_bias":
         return normal(0.0, 0.15)
     if len(shape) == 1:
-        return normal(0.0 if zero_centred else 1.0, 0.25)
+        initial = 0.0 if is_zero_centred(config, name) else 1.0
+        if config["tie_word_embeddings"] and name.endswith(("model.norm.weight", "shared_head.norm.weight")):
+            # A scale of either sign, or a tied head would only ever repeat the token it was given.
+            return normal(initial - 1.0, 1.0)
+        return normal(initial, 0.25)
     if "conv1d" in name:
         return normal(0.0, 0.5)
     if "embed_tokens" in name:
@@ -86,8 +90,7 @@ def transformers_tensors(config: Config, seed: int) -> dict[str, Any]:
     named |= {name: buffer for name, buffer in model.named_buffers() if name in model.state_dict()}
     with torch.no_grad():
         for name, tensor in named.items():
-            value = random_tensor(name, tuple(tensor.shape), generator, is_zero_centred(config, name))
-            tensor.copy_(value)
+            tensor.copy_(random_tensor(config, name, tuple(tensor.shape), generator))
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         tensors = load_file(Path(folder) / "model.safetensors")
@@ -103,7 +106,7 @@ def reference_tensors(config: Config, seed: int) -> dict[str, Any]:
 
     generator = torch.Generator().manual_seed(seed)
     shapes = tensor_shapes(config)
-    return {name: random_tensor(name, shape, generator, zero_centred=False) for name, shape in shapes.items()}
+    return {name: random_tensor(config, name, shape, generator) for name, shape in shapes.items()}
 
 
 def is_own_reference(config: Config) -> bool:
