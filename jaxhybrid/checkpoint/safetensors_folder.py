@@ -7,6 +7,7 @@ one buffer per tensor: a memory map would leave every page that was read in the 
 
 import json
 import math
+import mmap
 import re
 import struct
 from collections.abc import Iterator, Mapping
@@ -46,7 +47,6 @@ DTYPES: Mapping[str, np.dtype] = {
 }
 
 _MAX_HEADER_BYTES = 100_000_000  # the reference implementation's limit
-_ALIGNMENT = 64  # XLA's CPU client takes a host buffer with this alignment over without copying it
 _STREAM_BYTES = 1 << 22
 
 
@@ -92,7 +92,7 @@ class CheckpointFolder:
         Raises `CheckpointError` when the checkpoint has no such tensor or the file ends before the tensor does.
         """
         info = self._info(name)
-        buffer = _aligned_buffer(info.nbytes)
+        buffer = _own_pages(info.nbytes)
         view = buffer.data
         with _open_data(info) as file:
             filled = 0
@@ -154,10 +154,13 @@ def _check_complete(info: TensorInfo, count: int) -> None:
         )
 
 
-def _aligned_buffer(nbytes: int) -> Shaped[np.ndarray, " nbytes"]:
-    buffer = np.empty(nbytes + _ALIGNMENT, np.uint8)
-    start = -buffer.ctypes.data % _ALIGNMENT
-    return buffer[start : start + nbytes]
+def _own_pages(nbytes: int) -> Shaped[np.ndarray, " nbytes"]:
+    """Zeroed memory in pages of its own, outside the heap.
+
+    It goes back to the system when dropped, where freed heap blocks would stay, and it is aligned well enough for
+    XLA's CPU client to take it over without a copy.
+    """
+    return np.frombuffer(mmap.mmap(-1, max(nbytes, 1)), np.uint8, count=nbytes)
 
 
 # Which files, which tensors

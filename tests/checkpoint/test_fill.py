@@ -260,7 +260,7 @@ MEASURE_MEMORY = """
 
     load(sys.argv[1], 2, (3, 5), 7)  # what the libraries take for themselves
     before = memory("VmRSS")
-    leaves = load(sys.argv[2], 8, (3072, 2048), 8192)
+    leaves = load(sys.argv[2], 64, (384, 2048), 4096)
     sums = [float(leaf.sum()) for leaf in leaves.values()]
     print(json.dumps([memory("VmHWM") - before, sum(leaf.nbytes for leaf in leaves.values()), *sums]))
 """
@@ -269,14 +269,14 @@ MEASURE_MEMORY = """
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the memory's peak from /proc")
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
 def test_peak_host_memory_is_the_model_and_two_of_its_largest_tensors(tmp_path, dtype):
-    for name, layers, shape, vocabulary in (("small", 2, (3, 5), 7), ("large", 8, (3072, 2048), 8192)):
+    for name, layers, shape, vocabulary in (("small", 2, (3, 5), 7), ("large", 64, (384, 2048), 4096)):
         (tmp_path / name).mkdir()
         tensors = {f"w.{i}": np.full(shape, i % 2, dtype) for i in range(layers)}
         open_folder(tmp_path / name, tensors | {"e": np.full((vocabulary, shape[1]), 1, dtype)})
     peak, model, *sums = run_python(MEASURE_MEMORY, tmp_path / "small", tmp_path / "large")
-    largest = 8192 * 2048 * 4
-    assert sorted(sums) == [8192 * 2048, 4 * 3072 * 2048]
-    assert model == 8 * 3072 * 2048 * 4 + largest
+    largest = 4096 * 2048 * 4
+    assert sorted(sums) == [4096 * 2048, 32 * 384 * 2048]
+    assert model == 64 * 384 * 2048 * 4 + largest
     assert model < peak < model + 2 * largest
 
 
