@@ -122,6 +122,21 @@ def test_a_budget_gives_up_the_least_recently_used():
     assert (ample.gap_tokens, ample.peak_checkpoints) == (0, 3)
 
 
+def test_the_same_response_again_is_a_use_of_its_end():
+    policy = [Policy("response end", Retention(prompt_end=False, turn_start=False, junctions=False))]
+    first, second, third = (call(ids(1000 * n, 50), ids(9000 + 100 * n, 7)) for n in range(3))
+    follow_up = call(ids(0, 50) + ids(9000, 7) + ids(500, 20))
+    (result,) = simulate([trajectory(first, second, first, third, follow_up)], policy, max_checkpoints=2)
+    assert result.gap_by_call == (0, 0, 50, 0, 0)
+
+
+def test_what_no_policy_holds_leaves_the_index():
+    study = Study([Policy("ours", Retention(every=8)), Policy("ends", Retention(turn_start=False))], max_checkpoints=3)
+    study.add(GROWING)
+    assert [result.peak_checkpoints for result in study.results()] == [3, 3]
+    assert len(study._index) <= 6
+
+
 def test_whole_blocks_only_as_hash_traces_show_them():
     first, response = ids(0, 100), ids(1000, 17)
     growing = trajectory(call(first, response), call(first + response + ids(2000, 50), parent=0))
@@ -131,6 +146,10 @@ def test_whole_blocks_only_as_hash_traces_show_them():
     assert perfect.computed_tokens == 100 + (167 - 96)
     assert prompt_end.computed_tokens == perfect.computed_tokens
     assert (perfect.generated_tokens, perfect.growth_tokens) == (0, 167)
+    leaving = trajectory(call(first), call(ids(0, 70) + ids(2000, 30)), call(ids(0, 70) + ids(3000, 30)))
+    results = by_name(simulate([leaving], block_size=16))
+    assert results["perfect"].computed_tokens == 100 + 2 * (100 - 64)
+    assert results["+ junctions"].gap_by_call == (0, 64, 0)
 
 
 def naive_gaps(trajectories, retention):
