@@ -30,7 +30,7 @@ def address_of(steps: Sequence[Reservation], lengths: Sequence[int], rows: int, 
 
 
 def page_copies(steps: Sequence[Reservation]) -> tuple[Int32[np.ndarray, " N"], Int32[np.ndarray, " N"]] | None:
-    """Source and target pages that must be copied before the step, padded with the null page; None if there are none."""
+    """Source and target pages to copy before the step, padded with the null page; None if there are none."""
     copies = [step.copied_page for step in steps if step.copied_page is not None]
     if not copies:
         return None

@@ -221,7 +221,7 @@ class Engine:
             job.first_token_s = job.first_token_s or time.perf_counter()
             if job.decodes and job.wanted > 0:
                 job.phase = "decode"
-                if job.sampling is not None and job.sampling.stop:
+                if job.sampling is not None and job.sampling.stop and job.forced is None:
                     self._memory.anchor(job)
         return [self._complete(job) for job in jobs if job.phase != "decode"]
 
@@ -263,7 +263,7 @@ class Engine:
 
     def _after_decode(self, jobs: Several[Job]) -> list[Job]:
         for job in jobs:
-            if job.anchor is not None and job.sampling is not None:
+            if job.sampling is not None and job.sampling.stop and job.forced is None:
                 kept = kept_tokens(job.made, job.sampling.stop, self.model.tokenizer.decode)
                 if kept is not None:
                     self._memory.rewind(job, kept)
@@ -309,7 +309,7 @@ class Engine:
         self._scheduler.preempt(job)
 
     def _fail(self, job: Job, error: JaxHybridError) -> Job:
-        """Takes a job out with its error; a sequence that held nothing before it is released, others keep their state."""
+        """Takes a job out with its error. Its sequence is released if it was made for it, else as it was before."""
         job.error = error
         self._memory.events.refusals += 1
         self._scheduler.complete(job)

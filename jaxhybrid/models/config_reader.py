@@ -7,7 +7,14 @@ from jaxhybrid.errors import ConfigError
 
 # Keys that describe training, the file's own history or generation defaults: they change no forward pass.
 INERT_KEYS = frozenset(
-    ["architectures", "auto_map", "transformers_version", "torch_dtype", "dtype", "use_cache", "initializer_range", "attention_dropout", "pad_token_id", "output_router_logits", "router_aux_loss_coef", "attn_implementation", "_attn_implementation", "_name_or_path", "return_dict", "output_hidden_states", "output_attentions", "aux_loss_alpha", "seq_aux", "ep_size", "pretraining_tp", "max_window_layers", "use_bidirectional_attention", "chunk_size_feed_forward", "is_encoder_decoder", "id2label", "label2id", "problem_type", "tokenizer_class"]
+    {
+        *("architectures", "auto_map", "transformers_version", "torch_dtype", "dtype", "_name_or_path"),
+        *("tokenizer_class", "pad_token_id", "initializer_range", "attention_dropout", "output_router_logits"),
+        *("router_aux_loss_coef", "aux_loss_alpha", "seq_aux", "ep_size", "pretraining_tp", "max_window_layers"),
+        *("use_cache", "attn_implementation", "_attn_implementation", "return_dict", "output_hidden_states"),
+        *("output_attentions", "chunk_size_feed_forward", "is_encoder_decoder", "id2label", "label2id"),
+        "problem_type",
+    }
 )
 
 

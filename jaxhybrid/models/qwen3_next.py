@@ -58,6 +58,8 @@ def _attention_spec(read: ConfigReader) -> AttentionSpec:
     head_dim = read.take("head_dim")
     rope = read.rope()
     read.require("attention_bias", False)
+    read.require("use_sliding_window", False)
+    read.take("sliding_window", default=None)
     return AttentionSpec(
         num_attention_heads=read.take("num_attention_heads"),
         num_key_value_heads=read.take("num_key_value_heads"),
