@@ -1,0 +1,314 @@
+"""From conversations to token ids and back: `tokenizer.json`, chat template, and what both do to a prefix."""
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer
+
+from jaxhybrid.chat_template import REASONING_KEYS, ChatTemplate, Message, Switches, Tool
+from jaxhybrid.errors import TemplateError, TokenError
+
+OPEN_THINKING = "<think>"
+# A character has at most four bytes, so within four tokens two equal byte-level sequences reach a character's start.
+CHARACTER_TOKENS = 4
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A rendered conversation with its generation prompt.
+
+    turn_start: tokens before the generation prompt, where a history whose reasoning is stripped later resumes.
+    """
+
+    token_ids: tuple[int, ...]
+    turn_start: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Remembered:
+    """A prompt that was processed and the response that was sampled after it, end token left out."""
+
+    prompt_ids: Sequence[int]
+    response_ids: Sequence[int]
+
+
+class ChatTokenizer:
+    """The tokenizer and chat templates of one checkpoint folder. Immutable; safe to share."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        templates: Mapping[str, ChatTemplate],
+        end_token_ids: Sequence[int],
+        fingerprint: str,
+        place: str,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._templates = dict(templates)
+        self._place = place
+        known = tokenizer.get_vocab(with_added_tokens=True).values()
+        self.vocab_size = max(known) + 1
+        self._holes = frozenset(range(self.vocab_size)).difference(known)
+        self.fingerprint = fingerprint
+        self.end_token_ids = tuple(dict.fromkeys(end_token_ids))
+        self._check_ids(self.end_token_ids, "end token ids")
+        self._end_texts = tuple(self.decode([token_id]) for token_id in self.end_token_ids)
+
+    @classmethod
+    def from_folder(cls, path: str | Path, clock: Callable[[], datetime] = datetime.now) -> "ChatTokenizer":
+        """Reads `tokenizer.json`, `tokenizer_config.json`, `chat_template.jinja` and the end tokens' places.
+
+        `clock` is what templates with a date in the prompt read. A folder without a template still encodes and decodes.
+        Raises TokenError for tokenizer files that are missing or unreadable, TemplateError for an invalid template.
+        """
+        folder = Path(path)
+        tokenizer, tokenizer_bytes = _read_tokenizer(folder)
+        settings = _read_json(folder / "tokenizer_config.json")
+        _add_missing_tokens(tokenizer, settings, folder)
+        special = _special_tokens(folder, settings)
+        sources = _template_sources(folder, settings)
+        templates = {
+            name: ChatTemplate.compile(source, place, special, clock) for name, (source, place) in sources.items()
+        }
+        parts = [
+            tokenizer_bytes,
+            json.dumps([special, {n: s for n, (s, _) in sources.items()}], sort_keys=True).encode(),
+        ]
+        fingerprint = hashlib.sha256(b"".join(len(part).to_bytes(8, "little") + part for part in parts)).hexdigest()
+        return cls(tokenizer, templates, _end_token_ids(folder, tokenizer, special), fingerprint, str(folder))
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of the text; a special token's text becomes that token, and none is added. Raises TokenError."""
+        try:
+            return self._tokenizer.encode(text, add_special_tokens=False).ids
+        except (TypeError, UnicodeEncodeError) as error:
+            raise TokenError(f"expected Unicode text, got {type(text).__name__}: {error}") from error
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of the ids, special tokens included. Raises TokenError for an id outside the vocabulary."""
+        self._check_ids(token_ids, "token ids")
+        return self._tokenizer.decode([int(i) for i in token_ids], skip_special_tokens=False)
+
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[Tool] | None = None, switches: Switches | None = None
+    ) -> Prompt:
+        """The conversation as a prompt for the next assistant turn.
+
+        messages: OpenAI-style dicts (role, content, reasoning_content, tool_calls, tool_call_id, name).
+        tools: JSON schemas of functions. switches: template variables such as `enable_thinking`.
+        Raises TemplateError for a missing template, invalid messages, and whatever the template raises.
+        """
+        template = self._template(tools)
+        text = template.render(messages, tools, switches, add_generation_prompt=True)
+        token_ids = tuple(self.encode(text))
+        history = self.encode(template.render(messages, tools, switches, add_generation_prompt=False))
+        return Prompt(token_ids, common_prefix(token_ids, history), text)
+
+    def response_ids(
+        self,
+        messages: Sequence[Message],
+        response: Message,
+        tools: Sequence[Tool] | None = None,
+        switches: Switches | None = None,
+    ) -> list[int]:
+        """The response as the model would have sampled it: after the generation prompt, before the end token.
+
+        The text is what the template prints for the response when it comes last, encoded on its own, since a model
+        starts on a fresh token. Reasoning that the template does not print is put back where the generation prompt has
+        opened the thinking; elsewhere its form is unknown and it stays out. Raises TemplateError.
+        """
+        template = self._template(tools)
+        history = template.render(messages, tools, switches, add_generation_prompt=False)
+        prompt = template.render(messages, tools, switches, add_generation_prompt=True)
+        whole = template.render([*messages, response], tools, switches, add_generation_prompt=False)
+        # Nearly always the history is followed by the generation prompt and then by nothing else.
+        opening = prompt[len(history) :] if prompt.startswith(history) else ""
+        turn = whole[len(history) :] if whole.startswith(history) else _last_turn(whole, opening)
+        text = turn[common_prefix(turn, opening) :]
+        reasoning = next((response[key] for key in REASONING_KEYS if response.get(key)), "")
+        if opening.rstrip().endswith(OPEN_THINKING) and reasoning.strip() not in text:
+            text = reasoning + text
+        return self.encode(self._before_end(text))
+
+    def splice(self, prompt: Prompt, remembered: Remembered) -> Prompt:
+        """The prompt with the remembered ids in place of a retokenised response, so that the remembered prefix matches.
+
+        Only where the text is the same; otherwise, or where nothing differs, the prompt itself. See `splice_ids`.
+        """
+        history = prompt.token_ids[: prompt.turn_start]
+        spliced = splice_ids(history, remembered, self.decode)
+        if spliced == history:
+            return prompt
+        return replace(prompt, token_ids=spliced + prompt.token_ids[prompt.turn_start :], turn_start=len(spliced))
+
+    def _template(self, tools: Sequence[Tool] | None) -> ChatTemplate:
+        """Checkpoints with several named templates keep one for tools beside the default."""
+        wanted = ("tool_use", "default") if tools is not None else ("default",)
+        for name in wanted:
+            if name in self._templates:
+                return self._templates[name]
+        raise TemplateError(
+            f"{self._place}: expected a chat template in chat_template.jinja or tokenizer_config.json, "
+            f"found {sorted(self._templates) or 'none'}"
+        )
+
+    def _before_end(self, text: str) -> str:
+        """The text up to its last end token, when at most white space follows that."""
+        place, end = max(((text.rfind(end), end) for end in self._end_texts), default=(-1, ""))
+        return text[:place] if place >= 0 and not text[place + len(end) :].strip() else text
+
+    def _check_ids(self, token_ids: Sequence[int], what: str) -> None:
+        for position, token_id in enumerate(token_ids):
+            if not 0 <= token_id < self.vocab_size or token_id in self._holes:
+                raise TokenError(
+                    f"{self._place}: {what}: expected ids of the vocabulary (below {self.vocab_size}), "
+                    f"got {token_id} at position {position}"
+                )
+
+
+def common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
+    """Length of the longest common prefix."""
+    for position, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y:
+            return position
+    return min(len(a), len(b))
+
+
+def splice_ids(
+    token_ids: Sequence[int], remembered: Remembered, decode: Callable[[Sequence[int]], str]
+) -> tuple[int, ...]:
+    """`token_ids` beginning with the remembered prompt and response, if that leaves its text as it is.
+
+    With `known` = prompt_ids + response_ids: when some k exists with decode(token_ids[:k]) == decode(known), returns
+    known + token_ids[k:], whose text is decode(token_ids). In every other case returns `token_ids` unchanged: there the
+    template or the client changed the history, and only recomputing is right.
+    """
+    ids, known = tuple(map(int, token_ids)), tuple(map(int, (*remembered.prompt_ids, *remembered.response_ids)))
+    shared = common_prefix(ids, known)
+    if shared == len(known):
+        return ids
+    start = max(0, shared - CHARACTER_TOKENS)
+    end = _end_of_text(ids, start, decode(known[start:]), decode)
+    if end is None:
+        return ids
+    spliced = known + ids[end:]
+    return spliced if decode(spliced[start:]) == decode(ids[start:]) else ids
+
+
+def _end_of_text(ids: tuple[int, ...], start: int, text: str, decode: Callable[[Sequence[int]], str]) -> int | None:
+    """k with decode(ids[start:k]) == text, by bisection on the length; None if there is none."""
+    low, high = start, len(ids)
+    while low < high:
+        middle = (low + high) // 2
+        if len(decode(ids[start:middle])) < len(text):
+            low = middle + 1
+        else:
+            high = middle
+    # Within a character of several tokens the decoded length does not grow evenly, so look at the neighbours too.
+    for end in range(low - CHARACTER_TOKENS, low + CHARACTER_TOKENS + 1):
+        if start <= end <= len(ids) and decode(ids[start:end]) == text:
+            return end
+    return None
+
+
+def _last_turn(whole: str, opening: str) -> str:
+    """The last assistant turn of a rendering that rewrote its history: from the last, longest piece of its opening."""
+    for length in range(len(opening), 0, -1):
+        place = whole.rfind(opening[:length])
+        if place >= 0:
+            return whole[place:]
+    raise TemplateError("expected the rendered response to follow the rendered history, but the template rewrote both")
+
+
+def _read_tokenizer(folder: Path) -> tuple[Tokenizer, bytes]:
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        others = sorted(p.name for p in folder.glob("*") if p.name.startswith(("token", "tiktoken", "vocab", "merges")))
+        raise TokenError(f"{folder}: expected a file tokenizer.json, found {others or 'no tokenizer files'}")
+    content = file.read_bytes()
+    try:
+        return Tokenizer.from_buffer(content), content
+    except Exception as error:  # the tokenizers library raises bare Exceptions
+        raise TokenError(f"{file}: not a tokenizer: {error}") from error
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    """The object in an optional file; empty when the file is absent."""
+    if not file.is_file():
+        return {}
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise TokenError(f"{file}: expected JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise TokenError(f"{file}: expected a JSON object, got {type(value).__name__}")
+    return value
+
+
+def _add_missing_tokens(tokenizer: Tokenizer, settings: Mapping[str, Any], folder: Path) -> None:
+    """Some checkpoints declare added tokens in the settings only."""
+    present = tokenizer.get_added_tokens_decoder()
+    declared = {int(token_id): token for token_id, token in settings.get("added_tokens_decoder", {}).items()}
+    for token_id, token in sorted(declared.items()):
+        if token_id in present:
+            continue
+        flags = {name: token.get(name, False) for name in ("single_word", "lstrip", "rstrip", "special")}
+        tokenizer.add_tokens([AddedToken(token["content"], normalized=token.get("normalized", True), **flags)])
+        if tokenizer.token_to_id(token["content"]) != token_id:
+            raise TokenError(
+                f"{folder / 'tokenizer_config.json'}: expected {token['content']!r} to have id {token_id}, "
+                f"got {tokenizer.token_to_id(token['content'])}"
+            )
+
+
+def _special_tokens(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
+    """bos_token, eos_token and so on: name -> text, for those that are set."""
+    merged = {**_read_json(folder / "special_tokens_map.json"), **settings}
+    extra = merged.get("extra_special_tokens")
+    if isinstance(extra, dict):
+        merged |= extra
+    found: dict[str, str] = {}
+    for name, value in merged.items():
+        text = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(text, str):
+            found[name] = text
+    return found
+
+
+def _template_sources(folder: Path, settings: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+    """name -> (template, where it is). A file of its own takes precedence over the settings."""
+    files = {"default": folder / "chat_template.jinja"}
+    files |= {file.stem: file for file in sorted(folder.glob("additional_chat_templates/*.jinja"))}
+    sources = {name: (file.read_text(encoding="utf-8"), str(file)) for name, file in files.items() if file.is_file()}
+    if sources:
+        return sources
+    place = f"{folder / 'tokenizer_config.json'}: chat_template"
+    declared = settings.get("chat_template")
+    if declared is None:
+        return {}
+    if isinstance(declared, str):
+        return {"default": (declared, place)}
+    try:
+        return {entry["name"]: (entry["template"], f"{place} {entry['name']}") for entry in declared}
+    except (TypeError, KeyError) as error:
+        raise TemplateError(f"{place}: expected text or a list of named templates, got {declared!r:.80}") from error
+
+
+def _end_token_ids(folder: Path, tokenizer: Tokenizer, special: Mapping[str, str]) -> list[int]:
+    """The tokenizer's end token, then those of generation_config.json and config.json."""
+    found: list[int] = []
+    if "eos_token" in special:
+        token_id = tokenizer.token_to_id(special["eos_token"])
+        if token_id is None:
+            raise TokenError(f"{folder}: end token {special['eos_token']!r} is not in the vocabulary")
+        found.append(token_id)
+    for name in ("generation_config.json", "config.json"):
+        declared = _read_json(folder / name).get("eos_token_id")
+        found += declared if isinstance(declared, list) else [] if declared is None else [declared]
+    return found
