@@ -25,6 +25,10 @@ class CapacityError(JaxHybridError):
     """The state pool cannot hold what was asked for."""
 
 
+class CancelledError(JaxHybridError):
+    """A request was taken out before it was done."""
+
+
 class ReleasedError(JaxHybridError):
     """A released sequence, a dropped checkpoint or a consumed pool was used."""
 

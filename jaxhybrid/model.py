@@ -48,7 +48,7 @@ class Model:
 
     @cached_property
     def tokenizer(self) -> "ChatTokenizer":
-        """Tokenizer and chat template of the checkpoint's folder. Raises TemplateError where it has none."""
+        """Tokenizer and chat template of the checkpoint's folder. Raises TokenError where it has none."""
         from jaxhybrid.chat import ChatTokenizer  # scoring tokens needs no tokenizer
 
         return ChatTokenizer.from_folder(self.path)
@@ -77,8 +77,8 @@ def load_model(
 ) -> Model:
     """Reads a Hugging Face folder (config.json and safetensors in the published names).
 
-    `dtype`: of weights, activations and token-indexed state. `state_dtype`: of recurrent state. Raises ConfigError for an
-    unknown `model_type`, key or option, CheckpointError naming every missing, unknown or misshapen tensor.
+    `dtype`: of weights, activations and token-indexed state. `state_dtype`: of recurrent state. Raises ConfigError for
+    an unknown `model_type`, key or option, CheckpointError naming every missing, unknown or misshapen tensor.
     """
     folder = CheckpointFolder.open(Path(path))
     where = str(folder.path / "config.json")

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from functools import cache
 
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int32
 
@@ -26,7 +27,7 @@ def address_of(steps: Sequence[Reservation], lengths: Sequence[int], rows: int, 
         table[row, : len(step.pages)] = step.pages
         columns[:, row] = step.base.length, length, step.base.slot, step.write_slot
     starts, lengths_array, read_slots, write_slots = columns
-    return BatchAddress(starts, lengths_array, table, read_slots, write_slots)
+    return BatchAddress(*map(jnp.asarray, (starts, lengths_array, table, read_slots, write_slots)))
 
 
 def page_copies(steps: Sequence[Reservation]) -> tuple[Int32[np.ndarray, " N"], Int32[np.ndarray, " N"]] | None:
@@ -45,7 +46,7 @@ def chunk_plan(tokens: int, buckets: tuple[int, ...]) -> tuple[int, ...]:
     largest = buckets[-1]
     if tokens > largest:
         return (largest, *chunk_plan(tokens - largest, buckets)) if tokens < 4 * largest else (largest,)
-    plans = []
+    plans: list[tuple[int, ...]] = []
     for bucket in buckets:
         if bucket >= tokens:
             plans.append((bucket,))

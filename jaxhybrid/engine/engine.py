@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence as Several
+from functools import partial
 
 import jax
 import numpy as np
@@ -18,7 +19,7 @@ from jaxhybrid.engine.scheduler import Scheduler, Turn
 from jaxhybrid.engine.sequence import Generation, Mark, Sequence
 from jaxhybrid.engine.stats import EngineStats
 from jaxhybrid.engine.stop_strings import kept_tokens
-from jaxhybrid.errors import CapacityError, JaxHybridError, ReleasedError, TokenError
+from jaxhybrid.errors import CancelledError, CapacityError, JaxHybridError, ReleasedError, TokenError
 from jaxhybrid.model import Model, check_tokens
 from jaxhybrid.state.pool import Bundle, Reservation
 
@@ -61,7 +62,8 @@ class Engine:
     def score(self, sequence: Sequence, token_ids: TokenIds) -> Float[np.ndarray, " n"]:
         """Appends tokens as `extend` does and returns the log-probability of each given all before it."""
         self._must_have_tokens(sequence)
-        job = self._finish(self._queue(Job(sequence, self._checked(token_ids, sequence.length), score=True)))
+        scored = self._checked(token_ids, sequence.length)
+        job = self._finish(self._queue(Job(sequence, np.zeros(0, np.int32), scored=scored)))
         return np.array(job.scores, np.float32)
 
     def generate(
@@ -117,14 +119,24 @@ class Engine:
         turn_start: int | None = None,
         sampling: Sampling | None = None,
         forced: TokenIds | None = None,
+        scored: TokenIds | None = None,
     ) -> Job:
-        """Queues a prompt, and a continuation if `sampling` is given; `step` works on it."""
+        """Queues a prompt, and a continuation if `sampling` is given; `step` works on it.
+
+        `forced` is taken as the response, token by token; `scored` likewise but in chunks. The sequence belongs to the
+        caller once the job is done without an error.
+        """
         tokens = self._checked(token_ids, 0)
         if turn_start is not None and not 0 <= turn_start <= tokens.size:
             raise TokenError(f"turn_start must be 0 to {tokens.size}, got {turn_start}")
-        response = None if forced is None else self._checked(forced, tokens.size)
+        response, targets = (None if ids is None else self._checked(ids, tokens.size) for ids in (forced, scored))
         sequence = self._memory.new_sequence(self, tenant, trajectory, branch)
-        return self._queue(Job(sequence, tokens, sampling, response, turn_start=turn_start, fresh=True))
+        return self._queue(Job(sequence, tokens, sampling, response, targets, turn_start=turn_start, fresh=True))
+
+    def cancel(self, job: Job) -> None:
+        """Takes a job out before it is done; a sequence made for it is released, another is as it was."""
+        if job.phase != "done":
+            self._fail(job, CancelledError(f"cancelled after {job.sequence.length} tokens"))
 
     def step(self) -> list[Job]:
         """One dispatch for the requests whose turn it is; returns those that are done or failed (see `Job.error`)."""
@@ -141,22 +153,27 @@ class Engine:
 
     def warm_up(self, rows: Several[int] = (1,), modes: Several[Sampling] = (Sampling(),)) -> None:
         """Compiles the programs for these batch sizes and kinds of sampling, on padding only."""
-        width, vocab = self._memory.table_width, self.model.config.vocab_size
+        address = address_of([], [], 1, self._memory.table_width)
         for chunk in self.config.prefill_chunks:
-            address = address_of([], [], 1, width)
-            self._memory.run(
-                lambda pool, c=chunk, a=address: self._programs.prefill(pool, np.zeros((1, c), np.int32), a)
-            )
+            tokens = np.zeros((1, chunk), np.int32)
+            self._memory.run(partial(self._programs.prefill, tokens=tokens, address=address))
         for count in rows:
-            size = rows_bucket(count)
-            address = address_of([], [], size, width)
-            forced = np.full((size, self.config.steps_per_dispatch), -1, np.int32)
             for option in modes:
-                mode = SamplingMode.of([option])
-                controls = SamplingControls.of([], size, STOP_WIDTH)
-                counts = (np.zeros((size, vocab), np.int32),) * 2 if mode.penalised else None
-                arguments = (address, mode, np.zeros(size, np.int32), forced, controls, counts)
-                self._memory.run(lambda pool, a=arguments: self._programs.decode(pool, *a)[1])
+                self._warm_up_decode(rows_bucket(count), option)
+
+    def _warm_up_decode(self, rows: int, option: Sampling) -> None:
+        mode = SamplingMode.of([option])
+        counts = np.zeros((2, rows, self.model.config.vocab_size), np.int32)
+        decode = partial(
+            self._programs.decode,
+            address=address_of([], [], rows, self._memory.table_width),
+            mode=mode,
+            budget=np.zeros(rows, np.int32),
+            forced=np.full((rows, self.config.steps_per_dispatch), -1, np.int32),
+            controls=SamplingControls.of([], rows, STOP_WIDTH),
+            counts=(counts[0], counts[1]) if mode.penalised else None,
+        )
+        self._memory.run(lambda pool: decode(pool)[1])
 
     def stats(self) -> EngineStats:
         """Every counter, as of now."""
@@ -166,7 +183,8 @@ class Engine:
 
     def _queue(self, job: Job) -> Job:
         job.sequence.bundle  # noqa: B018  raises if it was released
-        longest = job.sequence.length + job.pending.size + max(job.wanted, 0)
+        response = job.wanted if job.scored is None else job.scored.size
+        longest = job.sequence.length + job.pending.size + response
         if longest > self._memory.max_context:
             self._memory.events.refusals += 1
             if job.fresh:
@@ -184,8 +202,8 @@ class Engine:
 
     def _run_prefill(self, turn: Turn) -> list[Job]:
         first = turn.jobs[0]
-        chunk = chunk_plan(self._until_boundary(first), self.config.prefill_chunks)[0]
-        wanted = [min(chunk, self._until_boundary(job)) for job in turn.jobs]
+        chunk = chunk_plan(self._until_boundary(first, first.pending.size), self.config.prefill_chunks)[0]
+        wanted = [min(chunk, self._until_boundary(job, job.pending.size)) for job in turn.jobs]
         jobs, steps, failed = self._reserve(turn.jobs, wanted)
         if not jobs:
             return failed
@@ -204,30 +222,40 @@ class Engine:
             self._memory.run_for(steps, lambda pool: (None, self._programs.prefill(pool, tokens, address)))
             self._memory.wait()
         took = time.perf_counter() - started
+        self._memory.events.prefill_dispatches += 1
         for job, step in zip(jobs, steps, strict=True):
             self._memory.advance(job, step, job.pending[: step.tokens])
             job.pending = job.pending[step.tokens :]
-            job.prefilled += step.tokens
-            job.prefill_s += took / len(jobs)
+            if job.score:
+                job.decode_s += took / len(jobs)
+            else:
+                job.prefill_s += took / len(jobs)
         return failed + self._after_prompt([job for job in jobs if not job.pending.size])
 
-    def _until_boundary(self, job: Job) -> int:
-        ahead = [boundary - job.sequence.length for boundary, _ in job.boundaries]
-        return min([job.pending.size, *ahead])
+    def _until_boundary(self, job: Job, tokens: int) -> int:
+        """At most `tokens`, and no further than the next boundary that a checkpoint is wanted at."""
+        return min([tokens, *(boundary - job.sequence.length for boundary, _ in job.boundaries)])
 
     def _after_prompt(self, jobs: Several[Job]) -> list[Job]:
         """Their prompts are in: on to decoding, or done."""
         for job in jobs:
             job.first_token_s = job.first_token_s or time.perf_counter()
+            if job.scored is not None and not job.score:
+                job.pending, job.score = job.scored, True
+                self._memory.plan_response(job, job.scored.size)
+                continue
             if job.decodes and job.wanted > 0:
                 job.phase = "decode"
+                self._memory.plan_response(job, job.wanted)
                 if job.sampling is not None and job.sampling.stop and job.forced is None:
                     self._memory.anchor(job)
-        return [self._complete(job) for job in jobs if job.phase != "decode"]
+        return [self._complete(job) for job in jobs if job.phase == "prefill" and not job.pending.size]
 
     def _run_decode(self, turn: Turn) -> list[Job]:
         limit = self.config.steps_per_dispatch
-        jobs, steps, failed = self._reserve(turn.jobs, [min(limit, job.wanted) for job in turn.jobs])
+        jobs, steps, failed = self._reserve(
+            turn.jobs, [self._until_boundary(job, min(limit, job.wanted)) for job in turn.jobs]
+        )
         if not jobs:
             return failed
         rows = rows_bucket(len(jobs))

@@ -5,7 +5,7 @@ from dataclasses import asdict
 import jax
 
 from jaxhybrid.config import AttentionSpec
-from jaxhybrid.errors import TemplateError
+from jaxhybrid.errors import TokenError
 from jaxhybrid.model import Model
 from jaxhybrid.state.schema import LeafSchema, StateSchema
 
@@ -34,5 +34,5 @@ def schema_of(model: Model, page_size: int, tenant: str) -> StateSchema:
 def _tokenizer_fingerprint(model: Model) -> str:
     try:
         return model.tokenizer.fingerprint
-    except TemplateError:
+    except TokenError:
         return "none: the checkpoint has no tokenizer"

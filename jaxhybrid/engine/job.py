@@ -21,8 +21,9 @@ class Job:
     """`pending` tokens are processed in chunks that end at `boundaries`, where checkpoints of that kind are kept.
 
     Then, if `sampling` is given, up to sampling.max_tokens are made; `forced` tokens, if given, are taken as the
-    response instead of sampling. `score` asks for the log-probability of every pending token. `fresh`: the sequence
-    was made for this job. `anchor` is held to go back to: where a sequence stood that the caller already had, or where
+    response instead of sampling. `scored` tokens are a response that is processed in chunks once the prompt is in;
+    `score` says that this is what is pending now, and the log-probability of each is kept. `fresh`: the sequence was
+    made for this job. `anchor` is held to go back to: where a sequence stood that the caller already had, or where
     a response with stop strings began.
     """
 
@@ -30,6 +31,7 @@ class Job:
     pending: Int32[np.ndarray, " n"]
     sampling: Sampling | None = None
     forced: Int32[np.ndarray, " m"] | None = None
+    scored: Int32[np.ndarray, " m"] | None = None
     score: bool = False
     turn_start: int | None = None
     boundaries: deque[tuple[int, str]] = field(default_factory=deque)
@@ -42,7 +44,6 @@ class Job:
     error: JaxHybridError | None = None
     fresh: bool = False
     anchor: Bundle | None = None
-    prefilled: int = 0
     prefill_s: float = 0.0
     decode_s: float = 0.0
     submitted_s: float = field(default_factory=time.perf_counter)
@@ -58,6 +59,11 @@ class Job:
         if self.forced is not None:
             return self.forced.size - len(self.made)
         return 0 if self.sampling is None else self.sampling.max_tokens - len(self.made)
+
+    @property
+    def responds(self) -> bool:
+        """Whether what comes after the prompt is a response."""
+        return self.sampling is not None or self.scored is not None
 
     @property
     def generation(self) -> Generation:

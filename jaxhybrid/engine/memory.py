@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from jaxhybrid.cache.prefix_index import Checkpoint, Match, PrefixIndex
-from jaxhybrid.cache.retention import boundaries
+from jaxhybrid.cache.retention import boundaries, response_boundaries
 from jaxhybrid.engine.config import EngineConfig
 from jaxhybrid.engine.dispatch import page_copies
 from jaxhybrid.engine.identity import schema_of
@@ -178,6 +178,12 @@ class StateMemory:
             )
         )  # fmt: skip
 
+    def plan_response(self, job: Job, length: int) -> None:
+        """Boundaries within a response of up to `length` tokens; its end is kept when it is reached."""
+        start = job.sequence.length
+        ahead = response_boundaries(self._config.retention, prompt_length=start, length=start + length)
+        job.boundaries = deque((boundary, kind) for boundary, kind in ahead if kind == "every")
+
     def reserve(self, bundle: Bundle, tokens: int) -> Reservation:
         """Room for a step, evicting checkpoints where that helps. Raises CapacityError."""
         need = self.pool.need(bundle, tokens)
@@ -254,10 +260,11 @@ class StateMemory:
             self._undo(job)
             return
         self._drop_anchor(job)
-        if job.sampling is not None:
-            if job.made and self._config.retention.response_end:
+        if job.responds:
+            made = sequence.length - job.prompt_length
+            if made and self._config.retention.response_end:
                 self.keep(sequence, "response_end", pin=False)
-            self._count_generated(sequence, len(job.made))
+            self._count_generated(sequence, made)
         self.index.insert(self.identity(sequence.tenant), sequence.tokens)
         if sequence.trajectory is not None:
             turn_start = job.prompt_length if job.turn_start is None else job.turn_start

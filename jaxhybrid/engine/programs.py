@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
@@ -190,12 +191,12 @@ class Programs:
     def count(self) -> int:
         return len(self._compiled)
 
-    def prefill(self, pool: PoolArrays, tokens: Int[Array, "B C"], address: BatchAddress) -> PoolArrays:
+    def prefill(self, pool: PoolArrays, tokens: Int[np.ndarray, "B C"], address: BatchAddress) -> PoolArrays:
         function = partial(prefill, self._graph)
         return self._run(("prefill", tokens.shape), function, 1, self._parameters, pool, tokens, address)
 
     def score(
-        self, pool: PoolArrays, tokens: Int[Array, "B C"], address: BatchAddress
+        self, pool: PoolArrays, tokens: Int[np.ndarray, "B C"], address: BatchAddress
     ) -> tuple[Float[Array, "B C"], PoolArrays]:
         function = partial(score, self._graph)
         return self._run(("score", tokens.shape), function, 1, self._parameters, pool, tokens, address)
@@ -205,19 +206,19 @@ class Programs:
         pool: PoolArrays,
         address: BatchAddress,
         mode: SamplingMode,
-        budget: Int[Array, " B"],
-        forced: Int[Array, "B S"],
+        budget: Int[np.ndarray, " B"],
+        forced: Int[np.ndarray, "B S"],
         controls: SamplingControls,
-        counts: tuple[Int[Array, "B V"], Int[Array, "B V"]] | None,
+        counts: tuple[Int[np.ndarray, "B V"], Int[np.ndarray, "B V"]] | None,
     ) -> tuple[DecodeOutput, PoolArrays]:
         function = partial(decode, self._graph, forced.shape[1], mode)
         key = ("decode", forced.shape, controls.stop_token_ids.shape, mode)
         return self._run(key, function, 1, self._parameters, pool, address, budget, forced, controls, counts)
 
-    def copy_pages(self, pool: PoolArrays, source: Int[Array, " N"], target: Int[Array, " N"]) -> PoolArrays:
+    def copy_pages(self, pool: PoolArrays, source: Int[np.ndarray, " N"], target: Int[np.ndarray, " N"]) -> PoolArrays:
         return self._run(("copy_pages", source.shape), partial(copy_pages, self._paged), 0, pool, source, target)
 
-    def read_logits(self, pool: PoolArrays, slots: Int[Array, " N"]) -> Float[Array, "N V"]:
+    def read_logits(self, pool: PoolArrays, slots: Int[np.ndarray, " N"]) -> Float[Array, "N V"]:
         return self._run(("read_logits", slots.shape), read_logits, None, pool, slots)
 
     def _run(self, key: Hashable, function: Callable, donated: int | None, *arguments: Any) -> Any:

@@ -88,8 +88,8 @@ class SamplingControls:
         """Padded to `size` rows (greedy, never stopping)."""
         padded = [*rows, *[Sampling()] * (size - len(rows))]
 
-        def column(name: str, dtype: type) -> np.ndarray:
-            return np.array([getattr(row, name) for row in padded], dtype)
+        def column(name: str, dtype: type) -> Array:
+            return jnp.asarray(np.array([getattr(row, name) for row in padded], dtype))
 
         stops = np.full((size, stop_width), -1, np.int32)
         for number, row in enumerate(rows):
@@ -98,7 +98,7 @@ class SamplingControls:
         return cls(
             **{name: column(name, np.float32) for name in floats},
             top_k=column("top_k", np.int32),
-            stop_token_ids=stops,
+            stop_token_ids=jnp.asarray(stops),
             seed=column("seed", np.uint32),
         )
 
@@ -111,8 +111,11 @@ def choose_tokens(
     seen: Int[Array, "B V"] | None,
     made: Int[Array, "B V"] | None,
 ) -> Int[Array, " B"]:
-    """The next token of each row. `seen` counts each token in prompt and output, `made` in the output alone."""
-    if mode.penalised:
+    """The next token of each row.
+
+    `seen` counts each token in prompt and output, `made` in the output alone; both are given where mode.penalised.
+    """
+    if seen is not None and made is not None:
         logits = _penalise(logits, controls, seen, made)
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     if not mode.random:

@@ -31,7 +31,6 @@ class EventCounters:
     refusals: int = 0
     prefill_dispatches: int = 0
     decode_dispatches: int = 0
-    prefill_tokens: int = 0
     checkpoints: dict[str, int] = field(default_factory=dict)
 
 

@@ -27,10 +27,9 @@ from jaxhybrid.layers.linear import Linear, project
 from jaxhybrid.layers.norm import RmsNorm
 from jaxhybrid.layers.parameter import parameter
 from jaxhybrid.layers.segments import SegmentPlan, plan_segments
+from jaxhybrid.state.arrays import PoolArrays
 from jaxhybrid.state.batch import BatchAddress
 from jaxhybrid.state.layout import StateLayout, layout_of
-
-PoolArrays = Mapping[str, Mapping[str, Array]]  # group -> leaf -> [layers, slots or pages, ...]
 
 
 @dataclass(frozen=True)
@@ -111,14 +110,25 @@ class Segment(nnx.Module):
             return self._once(self.layers, hidden, pool, layout, address, max_length, 0)
         graph, parameters = nnx.split(self.layers)
 
-        def body(carry: tuple, step: tuple) -> tuple[tuple, None]:
+        def body(
+            carry: tuple[Float[Array, "B T D"], PoolArrays], step: tuple[nnx.State, Array]
+        ) -> tuple[tuple[Float[Array, "B T D"], PoolArrays], None]:
             layers = nnx.merge(graph, step[0])
-            return self._once(layers, *carry, layout, address, max_length, step[1]), None
+            return self._once(layers, carry[0], carry[1], layout, address, max_length, step[1]), None
 
         (hidden, pool), _ = jax.lax.scan(body, (hidden, pool), (parameters, jnp.arange(self.repeats)))
         return hidden, pool
 
-    def _once(self, layers, hidden, pool, layout, address, max_length, repeat):
+    def _once(
+        self,
+        layers: nnx.List,
+        hidden: Float[Array, "B T D"],
+        pool: PoolArrays,
+        layout: StateLayout,
+        address: BatchAddress,
+        max_length: int | None,
+        repeat: int | Array,
+    ) -> tuple[Float[Array, "B T D"], PoolArrays]:
         groups = [layout.groups[self.first + place] for place in range(len(layers))]
         for place, layer in enumerate(layers):
             group = groups[place]

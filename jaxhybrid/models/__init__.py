@@ -14,7 +14,7 @@ FAMILIES: Mapping[str, ModuleType] = {
 
 def family_of(config: Mapping[str, Any], where: str) -> ModuleType:
     """The family module for a config.json. Raises ConfigError for a `model_type` nobody implements."""
-    model_type = config.get("model_type")
+    model_type = str(config.get("model_type"))
     if model_type not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
         raise ConfigError(f"{where}: unknown model_type {model_type!r}, expected one of {known}")

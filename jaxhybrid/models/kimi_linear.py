@@ -16,7 +16,7 @@ from jaxhybrid.config import (
 )
 from jaxhybrid.errors import ConfigError
 from jaxhybrid.models.config_reader import ConfigReader, end_tokens
-from jaxhybrid.models.weight_table import LayerPlace, WeightTable, trunk_weights
+from jaxhybrid.models.weight_table import Convert, LayerPlace, WeightTable, trunk_weights
 
 MODEL_TYPES = ("kimi_linear",)
 
@@ -147,10 +147,14 @@ def latent_weights(place: LayerPlace, prefix: str, spec: LatentAttentionSpec) ->
     place.add(f"{prefix}.kv_a_proj_with_mqa.weight", "mixer", "kv_a_proj", "weight")
     heads, nope = spec.num_attention_heads, spec.qk_nope_head_dim
     published = (heads * (nope + spec.v_head_dim), spec.kv_lora_rank)
+
+    def part_of_each_head(part: slice) -> Convert:
+        return lambda tensor: tensor.reshape(heads, -1, spec.kv_lora_rank)[:, part]
+
     for leaf, part in (("k_up", slice(0, nope)), ("v_up", slice(nope, None))):
         place.add(
             f"{prefix}.kv_b_proj.weight", "mixer", leaf, shape=published,
-            convert=lambda w, part=part: w.reshape(heads, -1, spec.kv_lora_rank)[:, part],
+            convert=part_of_each_head(part),
         )  # fmt: skip
     if spec.output_gate:
         place.add(f"{prefix}.g_proj.weight", "mixer", "gate_proj", "weight")
