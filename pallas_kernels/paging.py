@@ -15,6 +15,10 @@ from jaxtyping import Array, Bool, Float, Int
 # Stands for minus infinity in a running maximum, where a difference of two infinities would be NaN.
 _LOWEST = -1e30
 
+MIN_BLOCK_TOKENS = 128
+# Up to this many queries (T * Hq) of a sequence, attention is bound by reading keys and values rather than by products.
+FEW_QUERY_ROWS = 64
+
 
 def token_mask(lengths: Int[Array, "B"], tokens: int) -> Bool[Array, "B T"]:
     """Which of the T padded steps of each sequence are real."""
@@ -59,9 +63,14 @@ def read_pages(
     return jnp.where(written.reshape(*written.shape, *[1] * (block.ndim - 2)), block, 0)
 
 
-def block_pages(block_tokens: int, page_size: int, table_width: int) -> int:
-    """How many pages make a block of about `block_tokens` tokens: at least one, at most the whole table."""
-    return max(1, min(block_tokens // page_size, table_width))
+def block_pages(query_rows: int, batch: int, page_size: int, table_width: int) -> int:
+    """How many pages make a block of keys: at least one, at most the whole table.
+
+    Tuned on CPUs: few query rows per sequence want long blocks, a quarter as long when several sequences share the
+    cache; many query rows have scores that want to stay in it.
+    """
+    tokens = MIN_BLOCK_TOKENS if query_rows > FEW_QUERY_ROWS else max(MIN_BLOCK_TOKENS, 4 * MIN_BLOCK_TOKENS // batch)
+    return max(1, min(tokens // page_size, table_width))
 
 
 def attend_blocks(
@@ -74,22 +83,22 @@ def attend_blocks(
     lengths: Int[Array, "B"],
     *,
     page_size: int,
-    block_pages: int,
-    value_dim: int,
     num_kv_heads: int,
+    value_dim: int,
     scale: float,
     max_length: int | None,
 ) -> Float[Array, "B T Hq dv"]:
     """Causal softmax attention with a running maximum and sum (Milakov and Gimelshein 2018, as in FlashAttention).
 
-    The query of step t is at position starts[b] + t and sees keys up to it. `read_block` turns the ids of `block_pages`
+    The query of step t is at position starts[b] + t and sees keys up to it. `read_block` turns the ids of n
     pages, and which of their rows hold a token, into keys and values that are finite throughout. The loop ends after
     the longest sequence; with `max_length`, a Python int no smaller than any starts + lengths, its trip count is static
     and it can be differentiated. Accumulates in float32. Padded steps give 0.
     """
     batch, tokens, heads, _ = q.shape
-    block = block_pages * page_size
-    table = jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % block_pages)))
+    pages = block_pages(tokens * heads, batch, page_size, page_table.shape[1])
+    block = pages * page_size
+    table = jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % pages)))
     real = token_mask(lengths, tokens)
     ends = jnp.where(lengths > 0, starts + lengths, 0)
     # Padded steps see no key at all.
@@ -99,7 +108,7 @@ def attend_blocks(
 
     def body(index, carry):
         highest, total, accumulated = carry
-        page_ids = lax.dynamic_slice_in_dim(table, index * block_pages, block_pages, axis=1)
+        page_ids = lax.dynamic_slice_in_dim(table, index * pages, pages, axis=1)
         positions = index * block + jnp.arange(block)
         keys, values = read_block(page_ids, positions < ends[:, None])
         scores = scale * jnp.einsum("bkgtd,bskd->bkgts", q, keys, preferred_element_type=jnp.float32)
@@ -118,7 +127,7 @@ def attend_blocks(
     carry = (jnp.full(rows, _LOWEST), jnp.zeros(rows), jnp.zeros((*rows, value_dim)))
     count: int | Array = (ends.max() + block - 1) // block
     if max_length is not None:
-        count = min(math.ceil(max_length / block), table.shape[1] // block_pages)
+        count = min(math.ceil(max_length / block), table.shape[1] // pages)
         body = jax.checkpoint(body)
     _, total, accumulated = lax.fori_loop(0, count, body, carry)
     out = accumulated / jnp.where(total > 0, total, 1)[..., None]

@@ -9,9 +9,6 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import paging
 
-# Keys per step of the loop.
-BLOCK_TOKENS = 512
-
 
 def expansion_pays(tokens: int, nope_dim: int, value_dim: int, latent_dim: int) -> bool:
     """Whether T queries are cheaper with expanded keys and values, by multiplications per head and key.
@@ -42,12 +39,13 @@ def latent_attention(
     new_rows = jnp.concatenate([latent, k_rope], axis=-1)
     pages = paging.write_rows(pages, new_rows, layer, page_table, starts, lengths)
     heads, value_dim, rank = w_v.shape
-    page_size = pages.shape[2]
     expand = expansion_pays(q_nope.shape[1], q_nope.shape[-1], value_dim, rank)
 
     def read_shared(page_ids, written):
+        # The rope keys are summed along as if they were values, and dropped at the end: cheaper than cutting them off
+        # each block.
         rows = paging.read_pages(pages, layer, page_ids, written)[:, :, None]
-        return rows, rows[..., :rank]
+        return rows, rows
 
     def read_expanded(page_ids, written):
         rows = paging.read_pages(pages, layer, page_ids, written)
@@ -64,13 +62,12 @@ def latent_attention(
         page_table,
         starts,
         lengths,
-        page_size=page_size,
-        block_pages=paging.block_pages(BLOCK_TOKENS, page_size, page_table.shape[1]),
-        value_dim=value_dim if expand else rank,
+        page_size=pages.shape[2],
         num_kv_heads=heads if expand else 1,
+        value_dim=value_dim if expand else pages.shape[-1],
         scale=scale,
         max_length=max_length,
     )
     if not expand:
-        out = jnp.einsum("bthr,hvr->bthv", out, w_v)
+        out = jnp.einsum("bthr,hvr->bthv", out[..., :rank], w_v)
     return out.astype(q_nope.dtype), pages

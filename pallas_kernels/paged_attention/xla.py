@@ -1,11 +1,9 @@
 """Paged attention in plain XLA: time follows the actual context, the page table's width stays static."""
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import paging
-
-# Keys per step of the loop.
-BLOCK_TOKENS = 512
 
 
 def paged_attention(
@@ -25,22 +23,42 @@ def paged_attention(
     """See `pallas_kernels.paged_attention.paged_attention`."""
     k_pages = paging.write_rows(k_pages, k, layer, page_table, starts, lengths)
     v_pages = paging.write_rows(v_pages, v, layer, page_table, starts, lengths)
-    page_size = k_pages.shape[2]
+    batch, tokens, heads, _ = q.shape
+    kv_heads = k.shape[2]
+    few = tokens * heads <= paging.FEW_QUERY_ROWS
 
     def read_block(page_ids, written):
-        return tuple(paging.read_pages(pages, layer, page_ids, written) for pages in (k_pages, v_pages))
+        keys, values = (paging.read_pages(pages, layer, page_ids, written) for pages in (k_pages, v_pages))
+        return (_join_heads(keys), _join_heads(values)) if few else (keys, values)
 
     out = paging.attend_blocks(
-        q,
+        _widen_queries(q, kv_heads) if few else q,
         read_block,
         page_table,
         starts,
         lengths,
-        page_size=page_size,
-        block_pages=paging.block_pages(BLOCK_TOKENS, page_size, page_table.shape[1]),
-        value_dim=v.shape[-1],
-        num_kv_heads=k.shape[2],
+        page_size=k_pages.shape[2],
+        num_kv_heads=1 if few else kv_heads,
+        value_dim=v.shape[-1] * (kv_heads if few else 1),
         scale=scale,
         max_length=max_length,
     )
+    if few:
+        out = out.reshape(batch, tokens, kv_heads, heads // kv_heads, kv_heads, -1)
+        out = jnp.einsum("btkgkv->btkgv", out).reshape(batch, tokens, heads, -1)
     return out.astype(q.dtype), k_pages, v_pages
+
+
+# Few queries: rather than bring each head's keys together, which copies them, let every query see the rows of all
+# heads as they lie, with zeros at other heads' places, and take its own head's part of the output. That multiplies
+# Hkv times as much in a product that is bound by reading.
+
+
+def _join_heads(rows: Float[Array, "B S Hkv d"]) -> Float[Array, "B S 1 Hkv*d"]:
+    return rows.reshape(*rows.shape[:2], 1, -1)
+
+
+def _widen_queries(q: Float[Array, "B T Hq d"], kv_heads: int) -> Float[Array, "B T Hq Hkv*d"]:
+    batch, tokens, heads, dim = q.shape
+    own = jnp.arange(heads)[:, None] // (heads // kv_heads) == jnp.arange(kv_heads)
+    return jnp.where(own[:, :, None], q[:, :, :, None], 0).reshape(batch, tokens, heads, kv_heads * dim)

@@ -17,7 +17,7 @@ jitted = jax.jit(functools.partial(latent_attention, scale=SCALE), static_argnam
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    monkeypatch.setattr("pallas_kernels.latent_attention.xla.BLOCK_TOKENS", 2 * PAGE)
+    monkeypatch.setattr("pallas_kernels.paging.MIN_BLOCK_TOKENS", 2 * PAGE)
 
 
 def make_call(tokens, starts, lengths, shared=0):

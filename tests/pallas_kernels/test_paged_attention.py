@@ -16,7 +16,8 @@ SCALE = KEY_DIM**-0.5
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    monkeypatch.setattr("pallas_kernels.paged_attention.xla.BLOCK_TOKENS", 3 * PAGE)
+    monkeypatch.setattr("pallas_kernels.paging.MIN_BLOCK_TOKENS", 3 * PAGE)
+    monkeypatch.setattr("pallas_kernels.paging.FEW_QUERY_ROWS", 3 * KV_HEADS * GROUP)
 
 
 def make_call(tokens, starts, lengths, seed=0, poison=np.nan, shared=0):
