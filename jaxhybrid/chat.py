@@ -130,7 +130,7 @@ class ChatTokenizer:
         # Nearly always the history is followed by the generation prompt and then by nothing else.
         opening = prompt[len(history) :] if prompt.startswith(history) else ""
         turn = whole[len(history) :] if whole.startswith(history) else _last_turn(whole, opening)
-        text = turn[common_prefix(turn, opening) :]
+        text = self._after_opening(turn, opening)
         reasoning = next((response[key] for key in REASONING_KEYS if response.get(key)), "")
         if opening.rstrip().endswith(OPEN_THINKING) and reasoning.strip() not in text:
             text = reasoning + text
@@ -157,6 +157,13 @@ class ChatTokenizer:
             f"{self._place}: expected a chat template in chat_template.jinja or tokenizer_config.json, "
             f"found {sorted(self._templates) or 'none'}"
         )
+
+    def _after_opening(self, turn: str, opening: str) -> str:
+        """The turn without its opening; of a turn that opens in another way, what follows their common tokens."""
+        if turn.startswith(opening):
+            return turn[len(opening) :]
+        token_ids = self.encode(turn)
+        return self.decode(token_ids[common_prefix(token_ids, self.encode(opening)) :])
 
     def _before_end(self, text: str) -> str:
         """The text up to its last end token, when at most white space follows that."""
