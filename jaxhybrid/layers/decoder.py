@@ -204,6 +204,23 @@ class Decoder(nnx.Module):
         return project(outputs, weight).astype(jnp.float32)
 
 
+    def predict_further(
+        self,
+        following: Int[Array, "B T"],
+        outputs: Float[Array, "B T D"],
+        pool: PoolArrays,
+        address: BatchAddress,
+        max_length: int | None = None,
+    ) -> tuple[Float[Array, "B T V"], PoolArrays]:
+        """The first multi-token-prediction layer: scores of the token after `following`, given the trunk's outputs.
+
+        `following[b, t]` is the token after position t; `pool` holds the layer's own state, by `mtp_layout`.
+        """
+        group = self.mtp_layout.groups[0]
+        hidden, state = self.mtp[0](self.embed(following), outputs, pool[group], address, max_length)
+        return self.logits(hidden), {**pool, group: state}
+
+
 def abstract_decoder(config: ModelConfig, execution: Execution, dtype: DTypeLike) -> Decoder:
     """A decoder whose parameters are shapes only."""
     return nnx.eval_shape(lambda: Decoder(config, execution, dtype))
