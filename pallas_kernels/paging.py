@@ -6,6 +6,7 @@ the table past a sequence's end are 0, and whatever it or any unwritten row hold
 
 import math
 from collections.abc import Callable
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -73,10 +74,14 @@ def block_pages(query_rows: int, batch: int, page_size: int, table_width: int) -
     return max(1, min(tokens // page_size, table_width))
 
 
+Pages = TypeVar("Pages")
+
+
 def attend_blocks(
     q: Float[Array, "B T Hq d"],
+    pages: Pages,
     read_block: Callable[
-        [Int[Array, "B n"], Bool[Array, "B S"]], tuple[Float[Array, "B S Hkv d"], Float[Array, "B S Hkv dv"]]
+        [Pages, Int[Array, "B n"], Bool[Array, "B S"]], tuple[Float[Array, "B Hkv S d"], Float[Array, "B Hkv S dv"]]
     ],
     page_table: Int[Array, "B W"],
     starts: Int[Array, "B"],
@@ -87,48 +92,59 @@ def attend_blocks(
     value_dim: int,
     scale: float,
     max_length: int | None,
-) -> Float[Array, "B T Hq dv"]:
+) -> tuple[Float[Array, "B T Hq dv"], Pages]:
     """Causal softmax attention with a running maximum and sum (Milakov and Gimelshein 2018, as in FlashAttention).
 
-    The query of step t is at position starts[b] + t and sees keys up to it. `read_block` turns the ids of n
-    pages, and which of their rows hold a token, into keys and values that are finite throughout. The loop ends after
-    the longest sequence; with `max_length`, a Python int no smaller than any starts + lengths, its trip count is static
-    and it can be differentiated. Accumulates in float32. Padded steps give 0.
+    The query of step t is at position starts[b] + t and sees keys up to it. `read_block` turns the pages, the ids
+    of n of them, and which of their rows hold a token, into keys and values that are finite throughout. The loop ends
+    after the longest sequence; with `max_length`, a Python int no smaller than any starts + lengths, its trip count is
+    static and it can be differentiated. Accumulates in float32. Padded steps give 0. Returns the pages as well, for the
+    caller to go on with.
     """
     batch, tokens, heads, _ = q.shape
-    pages = block_pages(tokens * heads, batch, page_size, page_table.shape[1])
-    block = pages * page_size
-    table = jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % pages)))
-    real = token_mask(lengths, tokens)
+    width = block_pages(tokens * heads, batch, page_size, page_table.shape[1])
+    block = width * page_size
+    table = jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % width)))
     ends = jnp.where(lengths > 0, starts + lengths, 0)
     # Padded steps see no key at all.
-    last_seen = jnp.where(real, starts[:, None] + jnp.arange(tokens), -1)[:, None, None, :, None]
-    q = zero_padding(q, lengths).reshape(batch, tokens, num_kv_heads, heads // num_kv_heads, -1)
-    q = q.transpose(0, 2, 3, 1, 4)
+    last_seen = jnp.where(token_mask(lengths, tokens), starts[:, None] + jnp.arange(tokens), -1)
+    group = heads // num_kv_heads
+    last_seen = jnp.tile(last_seen, (1, group))[:, None, :, None]
+    # The queries of one key head are rows of one matrix: group by group, each with its T steps.
+    queries = zero_padding(q, lengths).reshape(batch, tokens, num_kv_heads, group, -1).transpose(0, 2, 3, 1, 4)
+    queries = queries.reshape(batch, num_kv_heads, group * tokens, -1)
 
-    def body(index, carry):
+    def attend_block(index, pages, carry):
         highest, total, accumulated = carry
-        page_ids = lax.dynamic_slice_in_dim(table, index * pages, pages, axis=1)
+        page_ids = lax.dynamic_slice_in_dim(table, index * width, width, axis=1)
         positions = index * block + jnp.arange(block)
-        keys, values = read_block(page_ids, positions < ends[:, None])
-        scores = scale * jnp.einsum("bkgtd,bskd->bkgts", q, keys, preferred_element_type=jnp.float32)
+        keys, values = read_block(pages, page_ids, positions < ends[:, None])
+        scores = scale * jnp.einsum("bkrd,bksd->bkrs", queries, keys, preferred_element_type=jnp.float32)
         visible = positions <= last_seen
         scores = jnp.where(visible, scores, _LOWEST)
         new_highest = jnp.maximum(highest, scores.max(axis=-1))
         weights = jnp.where(visible, jnp.exp(scores - new_highest[..., None]), 0)
         shrink = jnp.exp(highest - new_highest)
         total = total * shrink + weights.sum(axis=-1)
-        update = jnp.einsum(
-            "bkgts,bskv->bkgtv", weights.astype(values.dtype), values, preferred_element_type=jnp.float32
-        )
+        weights = weights.astype(values.dtype)
+        update = jnp.einsum("bkrs,bksv->bkrv", weights, values, preferred_element_type=jnp.float32)
         return new_highest, total, accumulated * shrink[..., None] + update
 
-    rows = q.shape[:-1]
+    rows = queries.shape[:-1]
     carry = (jnp.full(rows, _LOWEST), jnp.zeros(rows), jnp.zeros((*rows, value_dim)))
-    count: int | Array = (ends.max() + block - 1) // block
-    if max_length is not None:
-        count = min(math.ceil(max_length / block), table.shape[1] // pages)
-        body = jax.checkpoint(body)
-    _, total, accumulated = lax.fori_loop(0, count, body, carry)
+    if max_length is None:
+        # The pages go through the loop and come out of it: were they read by the loop and then written by the next
+        # layer, XLA would keep a copy of all of them for the loop. The barrier keeps JAX from taking them out again.
+        def body(index, carry):
+            pages = lax.optimization_barrier(carry[1])
+            return attend_block(index, pages, carry[0]), pages
+
+        carry, pages = lax.fori_loop(0, (ends.max() + block - 1) // block, body, (carry, pages))
+    else:
+        count = min(math.ceil(max_length / block), table.shape[1] // width)
+        body = jax.checkpoint(lambda index, carry: attend_block(index, pages, carry))
+        carry = lax.fori_loop(0, count, body, carry)
+    _, total, accumulated = carry
     out = accumulated / jnp.where(total > 0, total, 1)[..., None]
-    return out.transpose(0, 3, 1, 2, 4).reshape(batch, tokens, heads, value_dim)
+    out = out.reshape(batch, num_kv_heads, group, tokens, value_dim).transpose(0, 3, 1, 2, 4)
+    return out.reshape(batch, tokens, heads, value_dim), pages

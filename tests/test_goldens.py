@@ -78,7 +78,7 @@ def test_mixed_batch_in_odd_chunks_equals_the_reference(golden, engine) -> None:
 
 
 def test_token_by_token_decode_equals_the_reference(golden, engine) -> None:
-    """Recorded tokens through the decode loop from an almost empty cache: every step's probability is the reference's."""
+    """Recorded tokens through the decode loop from an almost empty cache: every probability is the reference's."""
     _, arrays = golden
     ids = arrays["input_ids"]
     sequences = [engine.prefill(row[:1]) for row in ids]

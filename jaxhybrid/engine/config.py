@@ -1,6 +1,6 @@
 """What an engine is given to work with."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from jaxhybrid.cache.retention import Retention
 from jaxhybrid.errors import ConfigError
@@ -18,7 +18,8 @@ class EngineConfig:
     prefill_chunks: token counts a prefill program is compiled for, ascending.
     prefill_rows: sequences that one prefill program may take together.
     steps_per_dispatch: tokens a decode loop makes on the device before the host looks.
-    retention: where checkpoints are kept.
+    retention: where checkpoints are kept. By default at every kind of boundary, and every 1,024 tokens besides: what a
+        first fork off the middle of a long prompt recomputes is bounded by that.
     max_known_tokens: token ids the prefix index remembers beyond those of its checkpoints.
     poison: fill freed state with NaN, so that a stale read can't go unseen. For tests: every release costs a program.
     """
@@ -26,12 +27,12 @@ class EngineConfig:
     max_sequences: int = 8
     max_tokens: int = 65536
     max_context: int | None = None
-    max_checkpoints: int = 64
+    max_checkpoints: int = 128
     page_size: int = 64
     prefill_chunks: tuple[int, ...] = (16, 64, 256, 512)
     prefill_rows: int = 1
     steps_per_dispatch: int = 32
-    retention: Retention = field(default_factory=Retention)
+    retention: Retention = Retention(every=1024)
     max_known_tokens: int = 16_000_000
     poison: bool = False
 

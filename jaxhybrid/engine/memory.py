@@ -214,7 +214,8 @@ class StateMemory:
 
     def keep(self, sequence: Sequence, kind: str, pin: bool) -> Checkpoint[Bundle]:
         """Retains the sequence's bundle under its tokens; one that is there already serves as well."""
-        held = self.pool.retain(sequence.bundle)
+        # A copy, so that a payload already there is told from this one even where both name the same memory.
+        held = dataclasses.replace(self.pool.retain(sequence.bundle))
         checkpoint = self.index.attach(
             self.identity(sequence.tenant), sequence.tokens, held, kind,
             pinned=pin, trajectory=sequence.trajectory, tenant=sequence.tenant,

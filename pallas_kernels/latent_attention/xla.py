@@ -41,23 +41,24 @@ def latent_attention(
     heads, value_dim, rank = w_v.shape
     expand = expansion_pays(q_nope.shape[1], q_nope.shape[-1], value_dim, rank)
 
-    def read_shared(page_ids, written):
+    def read_shared(pages, page_ids, written):
         # The rope keys are summed along as if they were values, and dropped at the end: cheaper than cutting them off
         # each block.
-        rows = paging.read_pages(pages, layer, page_ids, written)[:, :, None]
+        rows = paging.read_pages(pages, layer, page_ids, written)[:, None]
         return rows, rows
 
-    def read_expanded(page_ids, written):
+    def read_expanded(pages, page_ids, written):
         rows = paging.read_pages(pages, layer, page_ids, written)
-        latents, rope = rows[..., :rank], rows[:, :, None, rank:]
-        keys = jnp.einsum("bsr,hdr->bshd", latents, w_k)
-        values = jnp.einsum("bsr,hvr->bshv", latents, w_v)
+        latents, rope = rows[..., :rank], rows[:, None, :, rank:]
+        keys = jnp.einsum("bsr,hdr->bhsd", latents, w_k)
+        values = jnp.einsum("bsr,hvr->bhsv", latents, w_v)
         return jnp.concatenate([keys, jnp.broadcast_to(rope, (*keys.shape[:3], rope.shape[-1]))], axis=-1), values
 
     q_nope, q_rope = paging.zero_padding(q_nope, lengths), paging.zero_padding(q_rope, lengths)
     first = q_nope if expand else jnp.einsum("bthd,hdr->bthr", q_nope, w_k)
-    out = paging.attend_blocks(
+    out, pages = paging.attend_blocks(
         jnp.concatenate([first, q_rope], axis=-1),
+        pages,
         read_expanded if expand else read_shared,
         page_table,
         starts,

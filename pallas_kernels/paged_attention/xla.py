@@ -27,12 +27,14 @@ def paged_attention(
     kv_heads = k.shape[2]
     few = tokens * heads <= paging.FEW_QUERY_ROWS
 
-    def read_block(page_ids, written):
-        keys, values = (paging.read_pages(pages, layer, page_ids, written) for pages in (k_pages, v_pages))
-        return (_join_heads(keys), _join_heads(values)) if few else (keys, values)
+    def read_block(pages, page_ids, written):
+        keys, values = (paging.read_pages(one, layer, page_ids, written) for one in pages)
+        arrange = _join_heads if few else _split_heads
+        return arrange(keys), arrange(values)
 
-    out = paging.attend_blocks(
+    out, (k_pages, v_pages) = paging.attend_blocks(
         _widen_queries(q, kv_heads) if few else q,
+        (k_pages, v_pages),
         read_block,
         page_table,
         starts,
@@ -54,8 +56,12 @@ def paged_attention(
 # Hkv times as much in a product that is bound by reading.
 
 
-def _join_heads(rows: Float[Array, "B S Hkv d"]) -> Float[Array, "B S 1 Hkv*d"]:
-    return rows.reshape(*rows.shape[:2], 1, -1)
+def _join_heads(rows: Float[Array, "B S Hkv d"]) -> Float[Array, "B 1 S Hkv*d"]:
+    return rows.reshape(rows.shape[0], 1, rows.shape[1], -1)
+
+
+def _split_heads(rows: Float[Array, "B S Hkv d"]) -> Float[Array, "B Hkv S d"]:
+    return rows.transpose(0, 2, 1, 3)
 
 
 def _widen_queries(q: Float[Array, "B T Hq d"], kv_heads: int) -> Float[Array, "B T Hq Hkv*d"]:
