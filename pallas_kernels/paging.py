@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 _LOWEST = -1e30
 
 MIN_BLOCK_TOKENS = 128
-# Up to this many queries (T * Hq) of a sequence, attention is bound by reading keys and values rather than by products.
+# Up to this many queries (T * Hq) of a sequence, scores are small beside the keys and values of a block.
 FEW_QUERY_ROWS = 64
 
 

@@ -5,6 +5,11 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import paging
 
+# Up to this many queries (T * Hq) of a sequence: rather than bring each head's keys together, which copies them, let
+# every query see the rows of all heads as they lie, with zeros at other heads' places, and take its own head's part of
+# the output. That multiplies Hkv times as much in a product that is bound by reading.
+FEW_QUERY_ROWS = 16
+
 
 def paged_attention(
     q: Float[Array, "B T Hq d"],
@@ -25,7 +30,7 @@ def paged_attention(
     v_pages = paging.write_rows(v_pages, v, layer, page_table, starts, lengths)
     batch, tokens, heads, _ = q.shape
     kv_heads = k.shape[2]
-    few = tokens * heads <= paging.FEW_QUERY_ROWS
+    few = tokens * heads <= FEW_QUERY_ROWS
 
     def read_block(pages, page_ids, written):
         keys, values = (paging.read_pages(one, layer, page_ids, written) for one in pages)
@@ -49,11 +54,6 @@ def paged_attention(
         out = out.reshape(batch, tokens, kv_heads, heads // kv_heads, kv_heads, -1)
         out = jnp.einsum("btkgkv->btkgv", out).reshape(batch, tokens, heads, -1)
     return out.astype(q.dtype), k_pages, v_pages
-
-
-# Few queries: rather than bring each head's keys together, which copies them, let every query see the rows of all
-# heads as they lie, with zeros at other heads' places, and take its own head's part of the output. That multiplies
-# Hkv times as much in a product that is bound by reading.
 
 
 def _join_heads(rows: Float[Array, "B S Hkv d"]) -> Float[Array, "B 1 S Hkv*d"]:

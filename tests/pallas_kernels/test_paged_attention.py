@@ -17,7 +17,7 @@ SCALE = KEY_DIM**-0.5
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     monkeypatch.setattr("pallas_kernels.paging.MIN_BLOCK_TOKENS", 3 * PAGE)
-    monkeypatch.setattr("pallas_kernels.paging.FEW_QUERY_ROWS", 3 * KV_HEADS * GROUP)
+    monkeypatch.setattr("pallas_kernels.paged_attention.xla.FEW_QUERY_ROWS", 3 * KV_HEADS * GROUP)
 
 
 def make_call(tokens, starts, lengths, seed=0, poison=np.nan, shared=0):
@@ -167,6 +167,24 @@ def test_gradient_matches_reference_and_is_free_of_poison():
         assert np.isfinite(one).all()
         assert np.abs(other).max() > 0
         np.testing.assert_allclose(one, other, atol=2e-5)
+
+
+def test_pages_stay_in_place():
+    """No copy of the pages in a donated program of two layers: the loop of one must not keep them from the next."""
+    call = make_call(1, [9, 30], [1, 1])
+
+    def two_layers(q, k, v, k_pages, v_pages, table, starts, lengths):
+        for layer in range(LAYERS):
+            out, k_pages, v_pages = paged_attention(
+                q, k, v, k_pages, v_pages, layer, table, starts, lengths, scale=SCALE
+            )
+            q = q.at[..., 0].add(out[..., 0])
+        return q, k_pages, v_pages
+
+    program = jax.jit(two_layers, donate_argnums=(3, 4)).lower(*call[:5], *call[6:]).compile().as_text()
+    shapes = [",".join(map(str, pages.shape)) for pages in call[3:5]]
+    assert all(f"f32[{shape}]" in program for shape in shapes)
+    assert not [line for line in program.splitlines() if "copy(" in line and any(f"f32[{s}]" in line for s in shapes)]
 
 
 def test_one_program_for_all_contexts():
