@@ -112,6 +112,18 @@ def test_unchosen_and_invalid_experts_are_not_computed():
     np.testing.assert_allclose(run("xla", (*call[:3], *poisoned, call[6])), by_hand(call), atol=1e-4)
 
 
+def test_weights_are_not_copied_in_a_decode_loop():
+    call = make_call(1)
+
+    def decode(x, *arguments):
+        return jax.lax.fori_loop(0, x.shape[1], lambda _, x: x + swiglu_experts(x, *arguments), x)
+
+    program = jax.jit(decode).lower(*call).compile().as_text()
+    shapes = [f"f32[{INNER},{DIM}]", f"f32[{DIM},{INNER}]"]
+    assert all(shape in program for shape in shapes)
+    assert not [line for line in program.splitlines() if "copy(" in line and any(s in line for s in shapes)]
+
+
 def test_block_rows_follow_the_mean_share():
     assert xla.block_rows(2, 8) == 1
     assert xla.block_rows(16, 8) == 1
