@@ -1,4 +1,4 @@
-"""Record a scripted agent at work on scratch packages with real tools: the trajectories that ship with the demo model."""
+"""Record a scripted agent at work on scratch packages with real tools: the trajectories shipped with the model."""
 
 import json
 from pathlib import Path

@@ -1,0 +1,50 @@
+"""The demo model's published config: Kimi Linear with Kimi K3's output gate and one multi-token-prediction layer."""
+
+from typing import Any
+
+VOCAB_SIZE = 4096
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["KimiLinearForCausalLM"],
+    "model_type": "kimi_linear",
+    "dtype": "bfloat16",
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 192,
+    "intermediate_size": 512,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "linear_attn_config": {
+        "kda_layers": [1, 2, 3, 5, 6, 7],
+        "full_attn_layers": [4, 8],
+        "num_heads": 4,
+        "head_dim": 64,
+        "short_conv_kernel_size": 4,
+    },
+    "q_lora_rank": None,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 64,
+    "mla_use_nope": True,
+    "mla_use_output_gate": True,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "moe_intermediate_size": 64,
+    "num_experts": 8,
+    "num_experts_per_token": 2,
+    "num_shared_experts": 1,
+    "moe_router_activation_func": "sigmoid",
+    "moe_renormalize": True,
+    "routed_scaling_factor": 2.0,
+    "use_grouped_topk": True,
+    "num_expert_group": 1,
+    "topk_group": 1,
+    "num_nextn_predict_layers": 1,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-05,
+    "tie_word_embeddings": True,
+    "model_max_length": 1048576,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+}
