@@ -17,6 +17,8 @@ class EngineConfig:
     page_size: tokens to a page.
     prefill_chunks: token counts a prefill program is compiled for, ascending.
     prefill_rows: sequences that one prefill program may take together.
+    row_buckets: batch sizes programs are compiled for, ascending, the last at least max_sequences; powers of two if
+        None. Fewer buckets compile less and pad more.
     steps_per_dispatch: tokens a decode loop makes on the device before the host looks.
     retention: where checkpoints are kept. By default at every kind of boundary, and every 1,024 tokens besides: what a
         first fork off the middle of a long prompt recomputes is bounded by that.
@@ -31,6 +33,7 @@ class EngineConfig:
     page_size: int = 64
     prefill_chunks: tuple[int, ...] = (16, 64, 256, 512)
     prefill_rows: int = 1
+    row_buckets: tuple[int, ...] | None = None
     steps_per_dispatch: int = 32
     retention: Retention = Retention(every=1024)
     max_known_tokens: int = 16_000_000
@@ -44,6 +47,15 @@ class EngineConfig:
             raise ConfigError(f"max_checkpoints must be at least 0, got {self.max_checkpoints}")
         if self.max_context is not None and not 1 <= self.max_context <= self.max_tokens:
             raise ConfigError(f"max_context must be 1 to max_tokens={self.max_tokens}, got {self.max_context}")
-        chunks = self.prefill_chunks
-        if not chunks or chunks[0] < 1 or list(chunks) != sorted(set(chunks)):
-            raise ConfigError(f"prefill_chunks must be ascending positive token counts, got {chunks}")
+        for name in ("prefill_chunks", "row_buckets"):
+            sizes = getattr(self, name)
+            if sizes is not None and (not sizes or sizes[0] < 1 or list(sizes) != sorted(set(sizes))):
+                raise ConfigError(f"{name} must be ascending positive counts, got {sizes}")
+        if self.row_buckets is not None and self.row_buckets[-1] < max(self.max_sequences, self.prefill_rows):
+            raise ConfigError(f"row_buckets must reach max_sequences={self.max_sequences}, got {self.row_buckets}")
+
+    def bucket(self, rows: int) -> int:
+        """The batch size that `rows` sequences are padded to."""
+        if self.row_buckets is None:
+            return 1 << (rows - 1).bit_length()
+        return next(size for size in self.row_buckets if size >= rows)

@@ -13,11 +13,6 @@ from jaxhybrid.state.pool import NULL_PAGE, NULL_SLOT, Reservation
 DISPATCH_TOKENS = 32  # what starting a program costs, in tokens of prefill
 
 
-def rows_bucket(rows: int) -> int:
-    """The batch size that `rows` sequences are padded to."""
-    return 1 << (rows - 1).bit_length()
-
-
 def address_of(steps: Sequence[Reservation], lengths: Sequence[int], rows: int, width: int) -> BatchAddress:
     """The address of a batch, padded to `rows` with null slots and pages; `width` pages a row."""
     table = np.full((rows, width), NULL_PAGE, np.int32)
@@ -35,7 +30,7 @@ def page_copies(steps: Sequence[Reservation]) -> tuple[Int32[np.ndarray, " N"], 
     copies = [step.copied_page for step in steps if step.copied_page is not None]
     if not copies:
         return None
-    padded = np.full((2, rows_bucket(len(copies))), NULL_PAGE, np.int32)
+    padded = np.full((2, 1 << (len(copies) - 1).bit_length()), NULL_PAGE, np.int32)
     padded[:, : len(copies)] = np.array(copies, np.int32).T
     return padded[0], padded[1]
 

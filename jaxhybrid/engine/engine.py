@@ -159,7 +159,7 @@ class Engine:
             self._memory.run(partial(self._programs.prefill, tokens=tokens, address=address))
         for count in rows:
             for option in modes:
-                self._warm_up_decode(rows_bucket(count), option)
+                self._warm_up_decode(self.config.bucket(count), option)
 
     def _warm_up_decode(self, rows: int, option: Sampling) -> None:
         mode = SamplingMode.of([option])
@@ -208,7 +208,7 @@ class Engine:
         if not jobs:
             return failed
         lengths = [step.tokens for step in steps]
-        rows = rows_bucket(len(jobs))
+        rows = self.config.bucket(len(jobs)) if self.config.prefill_rows > 1 else 1
         tokens = np.zeros((rows, chunk), np.int32)
         for row, job in enumerate(jobs):
             tokens[row, : lengths[row]] = job.pending[: lengths[row]]
@@ -258,7 +258,7 @@ class Engine:
         )
         if not jobs:
             return failed
-        rows = rows_bucket(len(jobs))
+        rows = self.config.bucket(len(jobs))
         options = [job.sampling or Sampling() for job in jobs]
         mode = SamplingMode.of(options)
         budget = np.zeros(rows, np.int32)

@@ -118,13 +118,14 @@ def _delta(place: LayerPlace, prefix: str, spec: GatedDeltaNetSpec) -> None:
     q, k, v, z = np.split(packed, [key, 2 * key, 2 * key + value], axis=1)
     b, a = np.split(np.arange(groups * 2 * ratio).reshape(groups, -1), 2, axis=1)
     qkv = np.concatenate([part.ravel() for part in (q, k, v)])
-    for name, leaf, select in (
-        ("in_proj_qkvz", "in_proj_qkv", qkv),
-        ("in_proj_qkvz", "in_proj_z", z.ravel()),
-        ("in_proj_ba", "in_proj_b", b.ravel()),
-        ("in_proj_ba", "in_proj_a", a.ravel()),
+    for name, height, leaf, select in (
+        ("in_proj_qkvz", packed.size, "in_proj_qkv", qkv),
+        ("in_proj_qkvz", packed.size, "in_proj_z", z.ravel()),
+        ("in_proj_ba", 2 * spec.num_value_heads, "in_proj_b", b.ravel()),
+        ("in_proj_ba", 2 * spec.num_value_heads, "in_proj_a", a.ravel()),
     ):
-        place.add(f"{prefix}.{name}.weight", "mixer", leaf, "weight", convert=rows(select))
+        shape = (height, place.hidden)
+        place.add(f"{prefix}.{name}.weight", "mixer", leaf, "weight", shape=shape, convert=rows(select))
     place.add(f"{prefix}.conv1d.weight", "mixer", "conv", shape=(spec.conv_dim, 1, spec.conv_kernel_size))
     place.add(f"{prefix}.A_log", "mixer", "A_log")
     place.add(f"{prefix}.dt_bias", "mixer", "dt_bias")
@@ -135,8 +136,11 @@ def _delta(place: LayerPlace, prefix: str, spec: GatedDeltaNetSpec) -> None:
 def _gated_attention(place: LayerPlace, prefix: str, spec: AttentionSpec) -> None:
     """q_proj holds, head by head, the query rows and then the output gate's."""
     packed = np.arange(spec.num_attention_heads * 2 * spec.head_dim).reshape(spec.num_attention_heads, 2, -1)
-    place.add(f"{prefix}.q_proj.weight", "mixer", "q_proj", "weight", convert=rows(packed[:, 0].ravel()))
-    place.add(f"{prefix}.q_proj.weight", "mixer", "gate_proj", "weight", convert=rows(packed[:, 1].ravel()))
+    for part, leaf in enumerate(("q_proj", "gate_proj")):
+        place.add(
+            f"{prefix}.q_proj.weight", "mixer", leaf, "weight",
+            shape=(packed.size, place.hidden), convert=rows(packed[:, part].ravel()),
+        )  # fmt: skip
     for part in ("k_proj", "v_proj", "o_proj", "q_norm", "k_norm"):
         place.add(f"{prefix}.{part}.weight", "mixer", part, "weight")
 

@@ -18,6 +18,7 @@ class WeightTable:
     def __init__(self, config: ModelConfig, execution: Execution) -> None:
         self.rules: list[WeightRule] = []
         self.execution = execution
+        self.hidden = config.hidden_size
         self.layers: list[LayerPlace] = []
         for number, plan in enumerate(plan_segments(config.layers, execution.scan_layers)):
             for repeat in range(plan.repeats):
@@ -44,6 +45,7 @@ class LayerPlace:
         self, table: WeightTable, spec: LayerSpec, path: tuple[str | int, ...], index: tuple[int, ...]
     ) -> None:
         self.table, self.spec, self.path, self.index = table, spec, path, index
+        self.hidden = table.hidden
 
     def add(
         self,

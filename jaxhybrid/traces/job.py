@@ -24,6 +24,7 @@ from jaxhybrid.traces.simulate import Study
 from jaxhybrid.traces.trajectory import TokenTrajectory, Trajectory
 
 DEMO_MODEL = "demo"
+PREFILL_CHUNKS = (64, 512)  # few programs: a short run spends longer compiling than padding costs it
 
 
 @dataclass(frozen=True)
@@ -160,7 +161,11 @@ def _replay(job: ReplayJob, console: Console, interrupt: Interrupt) -> RunRecord
     use_compilation_cache(job.compilation_cache)
     model = load_model(job.model_folder)
     config = EngineConfig(
-        max_sequences=job.max_sequences, max_tokens=job.max_tokens, max_checkpoints=job.max_checkpoints
+        max_sequences=job.max_sequences,
+        max_tokens=job.max_tokens,
+        max_checkpoints=job.max_checkpoints,
+        prefill_chunks=PREFILL_CHUNKS,
+        row_buckets=(job.max_sequences,),
     )
     engine = Engine(model, config)
     study = Study(shared=job.shared_cache)

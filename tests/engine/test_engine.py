@@ -289,7 +289,8 @@ def test_deleting_a_trajectory_forgets_it(engine: jh.Engine) -> None:
     ("options", "message"),
     [
         ({"max_sequences": 0}, "max_sequences must be at least 1, got 0"),
-        ({"prefill_chunks": (16, 5)}, r"ascending positive token counts, got \(16, 5\)"),
+        ({"prefill_chunks": (16, 5)}, r"prefill_chunks must be ascending positive counts, got \(16, 5\)"),
+        ({"row_buckets": (1, 2)}, r"row_buckets must reach max_sequences=8, got \(1, 2\)"),
         ({"max_context": 2000, "max_tokens": 1000}, "max_context must be 1 to max_tokens=1000, got 2000"),
         ({"max_checkpoints": -1}, "max_checkpoints must be at least 0"),
     ],
