@@ -31,7 +31,7 @@ def write_random_folder(folder: Path, config: Mapping[str, Any], seed: int = 0) 
     family.weights(table, translated)
     neutral = 0.0 if translated.zero_centred_norms else 1.0
     rng = np.random.default_rng(seed)
-    tensors: dict[str, Float[np.ndarray, "..."]] = {}
+    tensors: dict[str, np.ndarray] = {}
     for rule in table.rules:
         shape = rule.shape or leaves[rule.path].shape[len(rule.index) :]
         if rule.name not in tensors:
@@ -42,9 +42,7 @@ def write_random_folder(folder: Path, config: Mapping[str, Any], seed: int = 0) 
     return folder
 
 
-def _random(
-    rng: np.random.Generator, name: str, shape: tuple[int, ...], neutral: float
-) -> Float[np.ndarray, "..."]:
+def _random(rng: np.random.Generator, name: str, shape: tuple[int, ...], neutral: float) -> Float[np.ndarray, "..."]:
     if name.endswith("A_log"):
         value = np.log(rng.uniform(0.3, 3.0, shape))
     elif name.endswith("dt_bias"):

@@ -67,7 +67,7 @@ def _save(path: Path, step: int, tree: Any) -> None:
 
 
 def _load(path: Path, like: Any) -> tuple[int, Any]:
-    structure = jax.tree.structure(like)
+    like_leaves, structure = jax.tree.flatten(like)
     with np.load(path) as saved:
-        step, *leaves = (saved[f"arr_{i}"] for i in range(structure.num_leaves + 1))
+        step, *leaves = (saved[f"arr_{i}"] for i in range(len(like_leaves) + 1))
     return int(step), jax.tree.unflatten(structure, [jnp.asarray(leaf) for leaf in leaves])

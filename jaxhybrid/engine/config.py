@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from jaxhybrid.cache.retention import Retention
 from jaxhybrid.errors import ConfigError
 
+DEFAULT_RETENTION = Retention(every=1024)
+
 
 @dataclass(frozen=True)
 class EngineConfig:
@@ -35,7 +37,7 @@ class EngineConfig:
     prefill_rows: int = 1
     row_buckets: tuple[int, ...] | None = None
     steps_per_dispatch: int = 32
-    retention: Retention = Retention(every=1024)
+    retention: Retention = DEFAULT_RETENTION
     max_known_tokens: int = 16_000_000
     poison: bool = False
 

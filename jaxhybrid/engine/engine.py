@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 
 from jaxhybrid.cache.prefix_index import Checkpoint
 from jaxhybrid.engine.config import EngineConfig
-from jaxhybrid.engine.dispatch import address_of, chunk_plan, rows_bucket
+from jaxhybrid.engine.dispatch import address_of, chunk_plan
 from jaxhybrid.engine.job import Job
 from jaxhybrid.engine.memory import StateMemory
 from jaxhybrid.engine.programs import Programs

@@ -141,8 +141,8 @@ def _gated_attention(place: LayerPlace, prefix: str, spec: AttentionSpec) -> Non
             f"{prefix}.q_proj.weight", "mixer", leaf, "weight",
             shape=(packed.size, place.hidden), convert=rows(packed[:, part].ravel()),
         )  # fmt: skip
-    for part in ("k_proj", "v_proj", "o_proj", "q_norm", "k_norm"):
-        place.add(f"{prefix}.{part}.weight", "mixer", part, "weight")
+    for name in ("k_proj", "v_proj", "o_proj", "q_norm", "k_norm"):
+        place.add(f"{prefix}.{name}.weight", "mixer", name, "weight")
 
 
 def _moe(place: LayerPlace, prefix: str) -> None:

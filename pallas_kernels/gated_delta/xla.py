@@ -19,8 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-# Tokens in a chunk. On two AVX-512 cores, for 4 to 8 heads of 64 or 128: 64 costs 20 to 60 % more time than 32; 16
-# saves 5 to 10 % on one core, but doubles the steps of the scan and the states that the backward pass keeps.
+from pallas_kernels import slots
+
+# Tokens in a chunk. On an AVX-512 core, for 4 to 8 heads of 64 or 128: 64 takes 30 to 60 % more time than 32; 16 takes
+# 5 to 15 % less, but doubles the steps of the scan and the states that the backward pass keeps.
 CHUNK = 32
 
 _einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
@@ -41,11 +43,11 @@ def gated_delta(
     """Arguments and result as in `pallas_kernels.gated_delta.gated_delta`."""
     valid = jnp.arange(q.shape[1]) < lengths[:, None]
     inputs = q, k, v, log_decay, beta, valid
-    # All rows are read before any is written: a row may write the slot that another reads.
+    # Not slots.read: the products below need a copy of S in memory anyway, and it would copy a single row's twice.
     S = state[layer, read_slots].astype(jnp.float32)
     if q.shape[1] > 1:
         out, S = _chunks(S, *inputs)
-        return out, _write(state, layer, write_slots, lambda row: S[row])
+        return out, slots.write(state, layer, write_slots, lambda row: S[row])
     q, k, v, log_decay, beta = _prepare(*(x[:, 0] for x in inputs))
     decay = jnp.exp(log_decay if log_decay.ndim == k.ndim else log_decay[..., None])
     # Both products in one pass over S, the output's from the state before the update: S is read twice, written once.
@@ -53,17 +55,7 @@ def gated_delta(
     u = beta[..., None] * (v - seen[:, :, 0])
     out = seen[:, :, 1] + _einsum("bhk,bhk->bh", q, k)[..., None] * u
     new_row = lambda row: decay[row, :, :, None] * S[row] + k[row, :, :, None] * u[row, :, None]  # noqa: E731
-    return out[:, None], _write(state, layer, write_slots, new_row)
-
-
-def _write(state, layer, slots, new_row):
-    """state[layer, slots[b]] = new_row(b), in place: on CPU a scatter takes twice as long as this loop."""
-
-    def body(row, state):
-        new = new_row(row).astype(state.dtype)
-        return jax.lax.dynamic_update_slice(state, new[None, None], (layer, slots[row], 0, 0, 0))
-
-    return jax.lax.fori_loop(0, slots.shape[0], body, state)
+    return out[:, None], slots.write(state, layer, write_slots, new_row)
 
 
 def _prepare(
@@ -103,18 +95,25 @@ def _chunks(
 def _chunk(S: Float[Array, "B Hv dk dv"], inputs: tuple[Array, ...]):
     """One chunk of C tokens of each row: [B, C, ...] inputs. Returns the next state and the outputs."""
     q, k, v, log_decay, beta = (x.swapaxes(1, 2) for x in _prepare(*inputs))
-    rows = jnp.stack([k, q], axis=2)
-    per_channel = log_decay.ndim == k.ndim
-    products, before, after = (_products_per_channel if per_channel else _products_per_head)(rows, k, log_decay)
-    seen = _einsum("bhrck,bhkv->bhrcv", rows * before[:, :, None], S)
-    inverse = _unit_lower_inverse(beta[..., None] * products[:, :, 0])
-    u = _einsum("bhti,bhiv->bhtv", inverse, beta[..., None] * (v - seen[:, :, 0]))
-    out = seen[:, :, 1] + _einsum("bhti,bhiv->bhtv", products[:, :, 1], u)
+    decayed_products = _products_per_channel if log_decay.ndim == k.ndim else _products_per_head
+    kk, qk, before, after = decayed_products(q, k, log_decay)
+    seen_by_k, seen_by_q = _both(k * before, q * before, "bhck,bhkv->bhcv", S)
+    u = _einsum("bhti,bhiv->bhtv", _unit_lower_inverse(beta[..., None] * kk), beta[..., None] * (v - seen_by_k))
+    out = seen_by_q + _einsum("bhti,bhiv->bhtv", qk, u)
     S = jnp.swapaxes(before[:, :, -1:], 2, 3) * S + _einsum("bhck,bhcv->bhkv", k * after, u)
     return S, out.swapaxes(1, 2)
 
 
-def _products_per_head(rows: Float[Array, "B H 2 C dk"], k: Float[Array, "B H C dk"], log_decay: Float[Array, "B H C"]):
+def _both(a, b, equation, x):
+    """The products of two [..., C, dk] arrays with x, as one.
+
+    A leading axis of 2 would do too, but the factors it is multiplied by then have gradients that are sums over it,
+    and those take XLA on CPU longer than all the products together.
+    """
+    return jnp.split(_einsum(equation, jnp.concatenate([a, b], axis=-2), x), 2, axis=-2)
+
+
+def _products_per_head(q: Float[Array, "B H C dk"], k: Float[Array, "B H C dk"], log_decay: Float[Array, "B H C"]):
     """See `_products_per_channel`; the decays are [B, H, C, 1]."""
     size = k.shape[2]
     lower = np.tri(size, dtype=bool)
@@ -122,36 +121,46 @@ def _products_per_head(rows: Float[Array, "B H 2 C dk"], k: Float[Array, "B H C 
     sums = _einsum("bhtj,ji->bhti", jnp.where(lower, log_decay[:, :, None], 0), np.tri(size, k=-1, dtype=np.float32))
     decays = jnp.where(lower, jnp.exp(sums), 0)
     before = jnp.exp(sums[..., :1] + log_decay[..., :1, None])
-    return _einsum("bhrtk,bhik->bhrti", rows, k) * decays[:, :, None], before, decays[:, :, -1, :, None]
+    kk, qk = _both(k, q, "bhtk,bhik->bhti", k)
+    return kk * decays, qk * decays, before, decays[:, :, -1, :, None]
 
 
 def _products_per_channel(
-    rows: Float[Array, "B H 2 C dk"], k: Float[Array, "B H C dk"], log_decay: Float[Array, "B H C dk"]
+    q: Float[Array, "B H C dk"], k: Float[Array, "B H C dk"], log_decay: Float[Array, "B H C dk"]
 ):
-    """rows_t . d(i, t) k_i for i <= t and 0 for i > t [B, H, 2, C, C]; d(t) and d(i, C) [B, H, C, dk].
+    """k_t . d(i, t) k_i, then q_t . d(i, t) k_i, for i <= t, else 0 [B, H, C, C]; then d(t) and d(i, C) [B, H, C, dk].
 
     Doubles blocks of tokens from 1 to C. A pair of tokens meets where its two tokens first fall into one block: d(i, t)
-    is then the decay from i to the end of the left half times that from there to t.
+    is then the decay from i to the end of the left half times that from there to t. (k's own diagonal is left 0.)
     """
-    *heads, size, dim = k.shape
-    products = _einsum("bhrck,bhck->bhrc", rows, k)[..., None, None]
+    *heads, size, _ = k.shape
+    qk = _einsum("bhck,bhck->bhc", q, k)[..., None, None]
+    kk = jnp.zeros_like(qk)
     before = jnp.exp(log_decay)
     after = jnp.ones_like(before)
     half = 1
     while half < size:
-        blocks = *heads, size // (2 * half), 2, half, dim
-        before_left, before_right = jnp.moveaxis(before.reshape(blocks), 3, 0)
-        after_left, after_right = jnp.moveaxis(after.reshape(blocks), 3, 0)
-        rows_right = rows.reshape(*heads, 2, *blocks[2:])[..., 1, :, :] * before_right[:, :, None]
-        corner = _einsum("bhrntk,bhnik->bhrnti", rows_right, k.reshape(blocks)[..., 0, :, :] * after_left)
-        left, right = jnp.moveaxis(products.reshape(*heads, 2, -1, 2, half, half), 4, 0)
-        upper = jnp.concatenate([left, jnp.zeros_like(left)], axis=-1)
-        products = jnp.concatenate([upper, jnp.concatenate([corner, right], axis=-1)], axis=-2)
+
+        def halves(x, rows=half):
+            x = x.reshape(*heads, -1, 2, rows, x.shape[-1])
+            return x[:, :, :, 0], x[:, :, :, 1]
+
+        (k_left, k_right), (_, q_right), (before_left, before_right), (after_left, after_right) = map(
+            halves, (k, q, before, after)
+        )
+        corners = _both(k_right * before_right, q_right * before_right, "bhntk,bhnik->bhnti", k_left * after_left)
+        kk, qk = (_lower_blocks(*halves(x), corner) for x, corner in zip((kk, qk), corners, strict=True))
         # The last row of `before` is the decay of its whole half.
         before = jnp.stack([before_left, before_right * before_left[..., -1:, :]], axis=3)
         after = jnp.stack([after_left * before_right[..., -1:, :], after_right], axis=3)
         half *= 2
-    return products[:, :, :, 0], before.reshape(k.shape), after.reshape(k.shape)
+    return kk[:, :, 0], qk[:, :, 0], before.reshape(k.shape), after.reshape(k.shape)
+
+
+def _lower_blocks(left: Float[Array, "*n C C"], right: Float[Array, "*n C C"], corner: Float[Array, "*n C C"]):
+    """[[left, 0], [corner, right]]."""
+    upper = jnp.concatenate([left, jnp.zeros_like(left)], axis=-1)
+    return jnp.concatenate([upper, jnp.concatenate([corner, right], axis=-1)], axis=-2)
 
 
 def _unit_lower_inverse(x: Float[Array, "*heads C C"]) -> Float[Array, "*heads C C"]:
@@ -167,6 +176,8 @@ def _unit_lower_inverse(x: Float[Array, "*heads C C"]) -> Float[Array, "*heads C
         block = token // half
         corner = (block[:, None] == block + 1) & (block[:, None] % 2 == 1)
         part = jnp.where(corner, x, 0)
-        inverse = inverse - (part if half == 1 else _einsum("...ij,...jk,...kl->...il", inverse, part, inverse))
+        inverse = inverse - (
+            part if half == 1 else _einsum("...ij,...jk->...ik", _einsum("...ij,...jk->...ik", inverse, part), inverse)
+        )
         half *= 2
     return inverse

@@ -147,6 +147,18 @@ def test_gradient_equals_the_reference_s():
         np.testing.assert_allclose(g, e, atol=1e-5)
 
 
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("tokens", [1, 9])
+def test_the_donated_state_is_never_copied(batch, tokens):
+    floats = [
+        jax.ShapeDtypeStruct(shape, jnp.float32)
+        for shape in ((batch, tokens, CHANNELS), (CHANNELS, WIDTH), (LAYERS, 1000, WIDTH - 1, CHANNELS))
+    ]
+    integers = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((), (batch,), (batch,), (batch,))]
+    compiled = jax.jit(short_conv, donate_argnums=2).lower(*floats, *integers).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < floats[2].size * 4 / 10
+
+
 def test_the_registry_records_the_choice():
     with registry.record() as recorder:
         short_conv(normal(0, 1, 2, CHANNELS), normal(2, CHANNELS, WIDTH), make_state(), 0, *jnp.array([[1], [1], [2]]))
