@@ -149,7 +149,7 @@ def _products_per_channel(
             halves, (k, q, before, after)
         )
         corners = _both(k_right * before_right, q_right * before_right, "bhntk,bhnik->bhnti", k_left * after_left)
-        kk, qk = (_lower_blocks(*halves(x), corner) for x, corner in zip((kk, qk), corners, strict=True))
+        kk, qk = (_lower_blocks(halves(x), corner) for x, corner in zip((kk, qk), corners, strict=True))
         # The last row of `before` is the decay of its whole half.
         before = jnp.stack([before_left, before_right * before_left[..., -1:, :]], axis=3)
         after = jnp.stack([after_left * before_right[..., -1:, :], after_right], axis=3)
@@ -157,10 +157,10 @@ def _products_per_channel(
     return kk[:, :, 0], qk[:, :, 0], before.reshape(k.shape), after.reshape(k.shape)
 
 
-def _lower_blocks(left: Float[Array, "*n C C"], right: Float[Array, "*n C C"], corner: Float[Array, "*n C C"]):
-    """[[left, 0], [corner, right]]."""
-    upper = jnp.concatenate([left, jnp.zeros_like(left)], axis=-1)
-    return jnp.concatenate([upper, jnp.concatenate([corner, right], axis=-1)], axis=-2)
+def _lower_blocks(diagonal: tuple[Float[Array, "*n C C"], Float[Array, "*n C C"]], corner: Float[Array, "*n C C"]):
+    """[[diagonal[0], 0], [corner, diagonal[1]]]."""
+    upper = jnp.concatenate([diagonal[0], jnp.zeros_like(corner)], axis=-1)
+    return jnp.concatenate([upper, jnp.concatenate([corner, diagonal[1]], axis=-1)], axis=-2)
 
 
 def _unit_lower_inverse(x: Float[Array, "*heads C C"]) -> Float[Array, "*heads C C"]:

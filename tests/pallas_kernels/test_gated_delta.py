@@ -157,7 +157,7 @@ def test_weak_decay_after_strong_decay_keeps_its_precision(kind):
 def test_channels_may_decay_very_differently(kind):
     inputs = make_inputs(kind)
     some = np.random.default_rng(5).random(inputs["log_decay"].shape) < 0.5
-    inputs["log_decay"] = jnp.where(some, -30.0, -1e-5)
+    inputs["log_decay"] = jnp.asarray(np.where(some, -30.0, -1e-5), jnp.float32)
     check(inputs, [3, 1, 5], [2, 6, 4], [TOKENS] * 3)
 
 

@@ -1,0 +1,39 @@
+"""Reading and writing the rows of a state array by slot, without ever copying the array.
+
+A state array [L, N, ...] holds N slots in each of L layers. XLA updates a donated array in place only if it knows that
+every read of it is over by then; otherwise it copies all of it, slots of other sequences included.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+
+def read(
+    state: Float[Array, "L N *slot"], layer: int | Int[Array, ""], slots: Int[Array, " B"]
+) -> Float[Array, "B *slot"]:
+    """state[layer, slots], materialised.
+
+    Reading one slot becomes a slice, which XLA fuses into everything that uses it, the write included, or orders
+    neither before nor after the write; either way it then copies the state. A gather of two it keeps.
+    """
+    if slots.shape[0] == 1:
+        return state[layer, jnp.tile(slots, 2)][:1]
+    return state[layer, slots]
+
+
+def write(
+    state: Float[Array, "L N *slot"],
+    layer: int | Int[Array, ""],
+    slots: Int[Array, " B"],
+    new_slot: Callable[[Int[Array, ""]], Float[Array, "*slot"]],
+) -> Float[Array, "L N *slot"]:
+    """The state with slots[b] of the layer set to new_slot(b): on CPU a scatter takes twice as long as this loop."""
+
+    def body(row, state):
+        new = new_slot(row).astype(state.dtype)
+        return jax.lax.dynamic_update_slice(state, new[None, None], (layer, slots[row], *(0,) * new.ndim))
+
+    return jax.lax.fori_loop(0, slots.shape[0], body, state)
