@@ -24,16 +24,15 @@ def main(argv: list[str]) -> None:
 
 
 def _evaluate(folder: Path) -> None:
-    from jaxhybrid.demo.corpus import conversation_documents, library_documents
+    from jaxhybrid.demo.corpus import library_documents, shipped_conversations
     from jaxhybrid.demo.evaluation import evaluate
-    from jaxhybrid.demo.trajectories import shipped_trajectories
     from jaxhybrid.model import load_model
 
     model = load_model(folder)
     print(f"parameters: {model.parameter_count:,}")
     held_out = {
         "standard library": [document for document in library_documents() if document.held_out],
-        "agent conversations": list(conversation_documents(shipped_trajectories(5))),
+        "agent conversations": list(shipped_conversations()),
     }
     for name, documents in held_out.items():
         score = evaluate(model, documents)

@@ -16,10 +16,15 @@ from jaxtyping import UInt16
 from tokenizers import Tokenizer
 
 from jaxhybrid.chat_template import ChatTemplate
-from jaxhybrid.demo.recorder import Message, Recording
+from jaxhybrid.demo.recorder import Message, RecordedCall, Recording
 from jaxhybrid.demo.specimens import EXPRESSIONS, HELD_OUT
 from jaxhybrid.demo.tokenizer import TEMPLATE
 from jaxhybrid.demo.workspace import TOOLS
+from jaxhybrid.errors import TraceError
+from jaxhybrid.traces.recognise import read_file
+from jaxhybrid.traces.trajectory import MessageCall
+
+TRACES = Path(__file__).with_name("traces")
 
 # Other people's packages, tests, and files that are mostly tables.
 EXCLUDED_FOLDERS = frozenset({"site-packages", "test", "tests", "idlelib", "encodings", "pydoc_data", "__pycache__"})
@@ -56,10 +61,22 @@ def library_documents() -> Iterator[Document]:
 
 
 def conversation_documents(recordings: Iterable[Recording]) -> Iterator[Document]:
-    """Each recording's longest context with the answer to it, rendered with all reasoning."""
-    for recording in recordings:
-        last = max(recording.calls, key=lambda call: len(call.messages))
-        yield Document(recording.id, render([*last.messages, last.response]))
+    return (_conversation(recording.id, recording.calls) for recording in recordings)
+
+
+def shipped_conversations() -> Iterator[Document]:
+    """The package's own trajectories, none of which is trained on."""
+    for file in sorted(TRACES.glob("*.json")):
+        for item in read_file(file):
+            if isinstance(item, TraceError):
+                raise item
+            yield _conversation(item.id, [call for call in item.calls if isinstance(call, MessageCall)])
+
+
+def _conversation(name: str, calls: Sequence[RecordedCall | MessageCall]) -> Document:
+    """The longest context with the answer to it, rendered with all reasoning."""
+    last = max(calls, key=lambda call: len(call.messages))
+    return Document(name, render([*last.messages, last.response]))
 
 
 def render(messages: Sequence[Message]) -> str:

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Int32
 
 from jaxhybrid.demo.corpus import Document
 from jaxhybrid.model import Model, forward
 
-WINDOW = 2048
 XZ_PRESET = 9
 
 
@@ -29,26 +29,18 @@ class Score:
 
 def evaluate(model: Model, documents: Sequence[Document]) -> Score:
     """The model starts every document afresh; xz gets all of them in one piece, joined end to end."""
-    streams = [model.tokenizer.encode(f"<|endoftext|>{document.text}") for document in documents]
-    bits = sum(document_bits(model, np.asarray(stream, np.int32)) for stream in streams)
+    streams = [np.asarray(model.tokenizer.encode(f"<|endoftext|>{document.text}"), np.int32) for document in documents]
     text = "".join(document.text for document in documents).encode()
     return Score(
         documents=len(documents),
         text_bytes=len(text),
         tokens=sum(len(stream) - 1 for stream in streams),
-        model_bits_per_byte=bits / len(text),
+        model_bits_per_byte=sum(bits(model, stream) for stream in streams) / len(text),
         xz_bits_per_byte=8 * len(lzma.compress(text, preset=XZ_PRESET)) / len(text),
     )
 
 
-def document_bits(model: Model, stream: np.ndarray, window: int = WINDOW) -> float:
-    """Bits of all tokens but the first, in windows that overlap by half: each token sees at least half a window."""
-    bits, known = 0.0, 1
-    while known < len(stream):
-        start = max(0, known - window // 2)
-        part = stream[start : start + window]
-        log_likelihood = jax.nn.log_softmax(forward(model, part)[:-1])
-        scored = jnp.take_along_axis(log_likelihood, part[1:, None], axis=1)[known - start - 1 :]
-        bits -= float(scored.sum()) / math.log(2)
-        known = start + len(part)
-    return bits
+def bits(model: Model, stream: Int32[np.ndarray, " T"]) -> float:
+    """Bits that all tokens but the first cost, each given all before it."""
+    log_likelihood = jax.nn.log_softmax(forward(model, stream)[:-1])
+    return -float(jnp.take_along_axis(log_likelihood, stream[1:, None], axis=1).sum()) / math.log(2)
