@@ -23,11 +23,14 @@ class Prompt:
     """A rendered conversation with its generation prompt.
 
     turn_start: tokens before the generation prompt, where a history whose reasoning is stripped later resumes.
+    message_start: tokens before the last message, where a conversation that differs from this one in it resumes; 0 if
+        it is the only one.
     """
 
     token_ids: tuple[int, ...]
     turn_start: int
     text: str
+    message_start: int = 0
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,8 @@ class ChatTokenizer:
         text = template.render(messages, tools, switches, add_generation_prompt=True)
         token_ids = tuple(self.encode(text))
         history = self.encode(template.render(messages, tools, switches, add_generation_prompt=False))
-        return Prompt(token_ids, common_prefix(token_ids, history), text)
+        start = self._message_start(token_ids, messages, tools, switches)
+        return Prompt(token_ids, common_prefix(token_ids, history), text, start)
 
     def response_ids(
         self,
@@ -145,7 +149,36 @@ class ChatTokenizer:
         spliced = splice_ids(history, remembered, self.decode)
         if spliced == history:
             return prompt
-        return replace(prompt, token_ids=spliced + prompt.token_ids[prompt.turn_start :], turn_start=len(spliced))
+        return replace(
+            prompt,
+            token_ids=spliced + prompt.token_ids[prompt.turn_start :],
+            turn_start=len(spliced),
+            message_start=_moved(prompt.message_start, history, spliced),
+        )
+
+    def _message_start(
+        self,
+        token_ids: Sequence[int],
+        messages: Sequence[Message],
+        tools: Sequence[Tool] | None,
+        switches: Switches | None,
+    ) -> int:
+        """What the prompt shares with the same conversation with another message in front of its last one.
+
+        The messages before it can't be rendered alone: without a new user's message many templates print the reasoning
+        before it. Where roles must alternate, the last message takes another content instead.
+        """
+        if len(messages) < 2:
+            return 0
+        *before, last = messages
+        another = {"role": "user" if last.get("role") == "assistant" else "assistant", "content": ""}
+        for conversation in ([*before, another, last], [*before, {**last, "content": ""}]):
+            try:
+                text = self._template(tools).render(conversation, tools, switches, add_generation_prompt=False)
+            except TemplateError:
+                continue
+            return common_prefix(token_ids, self.encode(text))
+        return 0
 
     def _template(self, tools: Sequence[Tool] | None) -> ChatTemplate:
         """Checkpoints with several named templates keep one for tools beside the default."""
@@ -206,6 +239,14 @@ def splice_ids(
         return ids
     spliced = known + ids[end:]
     return spliced if decode(spliced[start:]) == decode(ids[start:]) else ids
+
+
+def _moved(boundary: int, ids: tuple[int, ...], spliced: tuple[int, ...]) -> int:
+    """Where a boundary of `ids` lies once they are spliced; 0 if it was within what was replaced."""
+    if spliced[:boundary] == ids[:boundary]:
+        return boundary
+    rest = ids[boundary:]
+    return len(spliced) - len(rest) if spliced[len(spliced) - len(rest) :] == rest else 0
 
 
 def _end_of_text(ids: tuple[int, ...], start: int, text: str, decode: Callable[[Sequence[int]], str]) -> int | None:

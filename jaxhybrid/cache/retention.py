@@ -7,7 +7,7 @@ from typing import Literal
 
 from jaxhybrid.errors import ConfigError
 
-Kind = Literal["turn_start", "junction", "prompt_end", "response_end", "every"]
+Kind = Literal["turn_start", "message_start", "junction", "prompt_end", "response_end", "every"]
 
 
 @dataclass(frozen=True)
@@ -18,6 +18,8 @@ class Retention:
     response_end: after the response, before its end token: the next call of a growing conversation resumes here.
     turn_start: after the last user or tool message, before the generation prompt: where the next call resumes when the
         template rewrites the assistant's turn.
+    message_start: before the last message of a branch's first call: where siblings resume that share a beginning, such
+        as the system prompt and tools or a forked context, and differ in their task.
     junctions: where a request left a known path: whatever the two have in common, a third is likely to share.
     every: at multiples of this many tokens, in prompts and responses; None for no grid.
     """
@@ -25,6 +27,7 @@ class Retention:
     prompt_end: bool = True
     response_end: bool = True
     turn_start: bool = True
+    message_start: bool = True
     junctions: bool = True
     every: int | None = None
 
@@ -41,12 +44,15 @@ def boundaries(
     matched: int,
     left_known_path: bool,
     turn_start: int | None = None,
+    message_start: int | None = None,
 ) -> list[tuple[int, Kind]]:
     """The boundaries at which a prompt's prefill should stop and keep a checkpoint.
 
     length: tokens in the prompt. resumed: boundary that prefill starts from, which has a checkpoint or is 0.
     matched, left_known_path: as reported by the index's `Match` *before* this prompt was inserted.
     turn_start: tokens before the generation prompt; None where that is not known.
+    message_start: tokens before the last message; None where that is not known, and on later calls of a branch, which
+        continue it: there a checkpoint would serve no one.
 
     Returns (boundary, kind) pairs, ascending, each boundary once (its kind the first of `Kind` that asks for it), with
     resumed < boundary <= length. What lies beyond the prompt is the matter of `response_boundaries`.
@@ -54,6 +60,8 @@ def boundaries(
     wanted: list[tuple[int, Kind]] = []
     if retention.turn_start and turn_start is not None:
         wanted.append((turn_start, "turn_start"))
+    if retention.message_start and message_start is not None:
+        wanted.append((message_start, "message_start"))
     if retention.junctions and left_known_path:
         wanted.append((matched, "junction"))
     if retention.prompt_end:

@@ -140,16 +140,22 @@ class Engine:
 
     def step(self) -> list[Job]:
         """One dispatch for the requests whose turn it is; returns those that are done or failed (see `Job.error`)."""
-        done = []
-        for job in self._scheduler.admit():
-            self._memory.open(job)
-            if not job.pending.size:
-                done += self._after_prompt([job])
+        done = self._open([job for job in self._scheduler.admit() if not job.fresh])
         turn = self._scheduler.schedule()
-        if turn is not None:
-            run = {"prefill": self._run_prefill, "score": self._run_prefill, "decode": self._run_decode}[turn.kind]
-            done += run(turn)
-        return done
+        if turn is None:
+            return done
+        if turn.kind == "decode":
+            return done + self._run_decode(turn)
+        # A prompt is looked up only now that its turn has come: what came before it in the queue is in the index.
+        done += self._open([job for job in turn.jobs if not job.opened])
+        left = tuple(job for job in turn.jobs if job.phase == "prefill" and job.pending.size)
+        return done + (self._run_prefill(Turn(turn.kind, left)) if left else [])
+
+    def _open(self, jobs: Several[Job]) -> list[Job]:
+        for job in jobs:
+            self._memory.open(job)
+            job.opened = True
+        return self._after_prompt([job for job in jobs if not job.pending.size])
 
     def warm_up(self, rows: Several[int] = (1,), modes: Several[Sampling] = (Sampling(),)) -> None:
         """Compiles the programs for these batch sizes and kinds of sampling, on padding only."""

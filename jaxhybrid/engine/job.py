@@ -43,6 +43,7 @@ class Job:
     finish_reason: Literal["stop", "length"] | None = None
     error: JaxHybridError | None = None
     fresh: bool = False
+    opened: bool = False
     anchor: Bundle | None = None
     prefill_s: float = 0.0
     decode_s: float = 0.0

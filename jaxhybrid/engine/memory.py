@@ -249,7 +249,7 @@ class StateMemory:
         if sequence.length:
             self.keep(sequence, "preempted", pin=False)
         self._drop_anchor(job)
-        job.pending = np.concatenate([sequence.tokens, job.pending])
+        job.pending, job.opened = np.concatenate([sequence.tokens, job.pending]), False
         self.pool.release(sequence.bundle)
         sequence._bundle, sequence._tokens = self.pool.retain(EMPTY), sequence.tokens[:0]
         self.events.preemptions += 1

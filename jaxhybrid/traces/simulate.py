@@ -60,15 +60,18 @@ class Policy:
     retention: Retention | None
 
 
-_NOTHING = Retention(prompt_end=False, response_end=False, turn_start=False, junctions=False)
+_NOTHING = Retention(
+    prompt_end=False, response_end=False, turn_start=False, message_start=False, junctions=False
+)  # fmt: skip
 _PROMPT_END = replace(_NOTHING, prompt_end=True)
 
 POLICIES = (
     Policy("none", _NOTHING),
     Policy("prompt end", _PROMPT_END),
     Policy("+ response end", replace(_PROMPT_END, response_end=True)),
-    Policy("+ turn start", Retention(junctions=False)),
-    Policy("+ junctions", Retention()),
+    Policy("+ turn start", Retention(message_start=False, junctions=False)),
+    Policy("+ junctions", Retention(message_start=False)),
+    Policy("+ message start", Retention()),
     Policy("+ every 1024", Retention(every=1024)),
     Policy("grid 512", replace(_NOTHING, every=512)),
     Policy("grid 1024", replace(_NOTHING, every=1024)),
@@ -170,6 +173,7 @@ class Study:
                     matched=matched,
                     left_known_path=match.left_known_path,
                     turn_start=call.turn_start,
+                    message_start=call.message_start,
                 ):
                     wanted[n].append(tally)
                     kinds.setdefault(n, kind)

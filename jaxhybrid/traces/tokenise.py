@@ -22,13 +22,16 @@ from jaxhybrid.traces.trajectory import (
 
 
 class Prompt(Protocol):
-    """A rendered prompt: its ids, and the number of them before the generation prompt."""
+    """A rendered prompt: its ids, and the number of them before the generation prompt and before the last message."""
 
     @property
     def token_ids(self) -> Sequence[int]: ...
 
     @property
     def turn_start(self) -> int: ...
+
+    @property
+    def message_start(self) -> int: ...
 
 
 class Tokenizer(Protocol):
@@ -52,6 +55,7 @@ class _Rendered:
     prompt: Int32[np.ndarray, "prompt"]
     turn_start: int
     response: Int32[np.ndarray, "response"]
+    message_start: int | None = None
 
 
 def tokenise(
@@ -84,10 +88,19 @@ def tokenise(
         trajectory.id,
         trajectory.source,
         tuple(
-            TokenCall(r.prompt, r.turn_start, r.response, call.branch, call.parent, call.timestamp_s)
-            for call, r in zip(calls, rendered, strict=True)
+            TokenCall(
+                r.prompt, r.turn_start, r.response, call.branch, call.parent, call.timestamp_s,
+                r.message_start if first else None,
+            )
+            for call, r, first in zip(calls, rendered, _first_of_branch(calls), strict=True)
         ),
-    )
+    )  # fmt: skip
+
+
+def _first_of_branch(calls: Sequence[Call]) -> list[bool]:
+    """For each call, whether it begins its branch."""
+    first: dict[str, int] = {}
+    return [first.setdefault(call.branch, number) == number for number, call in enumerate(calls)]
 
 
 def _render_all(trajectory: Trajectory, tokenizer: Tokenizer, switches: Mapping[str, Any] | None) -> list[_Rendered]:
@@ -126,7 +139,7 @@ def _render(call: Call, tokenizer: Tokenizer, switches: Mapping[str, Any] | None
     messages, tools = list(call.messages), list(call.tools) if call.tools else None
     shown = tokenizer.render(messages, tools, switches)
     response = tokenizer.response_ids(messages, call.response, tools, switches)
-    return _Rendered(_array(shown.token_ids), shown.turn_start, _array(response))
+    return _Rendered(_array(shown.token_ids), shown.turn_start, _array(response), shown.message_start)
 
 
 def _array(ids: Sequence[int]) -> Int32[np.ndarray, "n"]:

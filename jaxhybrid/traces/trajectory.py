@@ -73,6 +73,8 @@ class Trajectory:
 class TokenCall:
     """One call as token ids. `turn_start` is the number of prompt tokens before the generation prompt.
 
+    `message_start` is the number of them before the last message, on the first call of a branch: what its siblings are
+    likely to share. It is None on later calls, which continue the branch, and where messages were not recorded.
     The arrays are read-only and may be views of a later call's prompt.
     """
 
@@ -82,6 +84,7 @@ class TokenCall:
     branch: str
     parent: int | None
     timestamp_s: float | None
+    message_start: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
