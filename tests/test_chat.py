@@ -1,5 +1,6 @@
 """Token ids of conversations against `transformers`, and what templates do to a prefix."""
 
+import dataclasses
 import importlib.util
 import json
 import shutil
@@ -120,6 +121,57 @@ def test_turn_start_is_the_whole_prompt_when_the_template_has_no_generation_prom
 
 
 @pytest.mark.parametrize("name", list(CONVERSATIONS))
+def test_message_start_is_what_another_last_message_would_share(own, name):
+    messages, tools = CONVERSATIONS[name]["messages"], CONVERSATIONS[name].get("tools")
+    for length in range(2, len(messages) + 1):
+        *before, last = messages[:length]
+        if last["role"] == "assistant":
+            continue
+        prompt = own.render([*before, last], tools)
+        sibling = own.render([*before, {**last, "content": "Quite another task."}], tools)
+        shared = common_prefix(prompt.token_ids, sibling.token_ids)
+        header = own.decode(prompt.token_ids[prompt.message_start : shared])
+        assert header in ("user\n", "user\n<tool_response>\n", "\n<tool_response>\n"), header
+        assert own.decode(prompt.token_ids[prompt.message_start :]).count(last["content"].strip()) == 1
+
+
+def test_message_start_does_not_depend_on_reasoning_that_a_new_message_hides(own):
+    """The messages before a task, rendered alone, would print the reasoning that is left out before the task."""
+    messages = CONVERSATIONS["reasoning_without_tools"]["messages"][:2]
+    prompt = own.render([*messages, {"role": "user", "content": "Why?"}])
+    assert own.decode(prompt.token_ids[prompt.message_start :]).startswith("user\nWhy?")
+    assert "composite" in own.render(messages).text
+    assert "composite" not in prompt.text
+
+
+@pytest.mark.parametrize(
+    ("roles", "expected"),
+    [
+        (("system", "user"), "system;user:"),  # no assistant may come first: another content
+        (("user", "assistant", "user"), "user;assistant;user:"),  # nor two in a row
+        (("user",), ""),
+    ],
+)
+def test_message_start_where_roles_must_alternate(tmp_path, roles, expected):
+    template = (
+        "{% for m in messages %}{% if m.role == 'assistant' and (loop.first or loop.previtem.role != 'user') %}"
+        "{{ raise_exception('roles must alternate') }}{% endif %}{{ m.role }}{{ ':' if loop.last }}"
+        "{{ m.content if loop.last else ';' }}{% endfor %}"
+    )
+    tokenizer = ChatTokenizer.from_folder(folder_with(tmp_path, template))
+    prompt = tokenizer.render([{"role": role, "content": "<|im_start|>do it"} for role in roles])
+    assert tokenizer.decode(prompt.token_ids[: prompt.message_start]) == expected
+
+
+def test_message_start_is_zero_where_the_template_takes_no_other_conversation(tmp_path):
+    template = (
+        "{% if messages[-1].content != 'x' or messages[-2].role != 'system' %}{{ raise_exception('no') }}{% endif %}ab"
+    )
+    tokenizer = ChatTokenizer.from_folder(folder_with(tmp_path, template))
+    assert tokenizer.render([{"role": "system", "content": ""}, {"role": "user", "content": "x"}]).message_start == 0
+
+
+@pytest.mark.parametrize("name", list(CONVERSATIONS))
 def test_prompt_and_response_are_the_beginning_of_the_rendering_that_follows(own, name):
     """With reasoning preserved the template only appends, so every response continues its prompt token for token."""
     messages, tools = CONVERSATIONS[name]["messages"], CONVERSATIONS[name].get("tools")
@@ -211,6 +263,21 @@ def test_splice_handles_a_response_that_merges_with_its_prompt(own):
     prefix, response = own.encode("<|im_start|>assistant\nI re"), own.encode("turn")
     assert merged[: len(prefix)] != prefix
     assert splice_ids([*merged, 2], Remembered(prefix, response), own.decode) == (*prefix, *response, 2)
+
+
+def test_splice_moves_the_start_of_the_message_with_its_text(own):
+    messages = [{"role": "user", "content": "Which function?"}]
+    first = own.render(messages)
+    sampled = [i for character in "return the_value" for i in own.encode(character)]
+    later = [*messages, {"role": "assistant", "content": own.decode(sampled)}, {"role": "user", "content": "Sure?"}]
+    following = own.render(later)
+    spliced = own.splice(following, Remembered(first.token_ids, sampled))
+    assert spliced.message_start > following.message_start
+    assert spliced.token_ids[spliced.message_start :] == following.token_ids[following.message_start :]
+    before = dataclasses.replace(following, message_start=3)
+    assert own.splice(before, Remembered(first.token_ids, sampled)).message_start == 3
+    within = dataclasses.replace(following, message_start=len(first.token_ids) + 2)
+    assert own.splice(within, Remembered(first.token_ids, sampled)).message_start == 0
 
 
 def test_splice_leaves_a_rewritten_turn_alone(own):

@@ -46,13 +46,16 @@ class Engine:
         trajectory: str | None = None,
         branch: str = "main",
         turn_start: int | None = None,
+        message_start: int | None = None,
     ) -> Sequence:
         """A new sequence of these tokens, computed from the longest complete prefix known to the tenant.
 
         `turn_start`: how many of them come before the generation prompt, if that is known; a checkpoint is kept there.
+        `message_start`: likewise before the last message; worth giving on the first call of a run or sub-agent, for
+        others that begin as it does.
         Raises TokenError for bad ids or too many, CapacityError if the pool can't hold them; the engine goes on.
         """
-        return self._finish(self.submit(token_ids, tenant, trajectory, branch, turn_start)).sequence
+        return self._finish(self.submit(token_ids, tenant, trajectory, branch, turn_start, message_start)).sequence
 
     def extend(self, sequence: Sequence, token_ids: TokenIds) -> Sequence:
         """Appends tokens without sampling, such as a tool's result. Errors as `prefill`; the sequence is as it was."""
@@ -117,6 +120,7 @@ class Engine:
         trajectory: str | None = None,
         branch: str = "main",
         turn_start: int | None = None,
+        message_start: int | None = None,
         sampling: Sampling | None = None,
         forced: TokenIds | None = None,
         scored: TokenIds | None = None,
@@ -127,11 +131,16 @@ class Engine:
         caller once the job is done without an error.
         """
         tokens = self._checked(token_ids, 0)
-        if turn_start is not None and not 0 <= turn_start <= tokens.size:
-            raise TokenError(f"turn_start must be 0 to {tokens.size}, got {turn_start}")
+        for name, start in (("turn_start", turn_start), ("message_start", message_start)):
+            if start is not None and not 0 <= start <= tokens.size:
+                raise TokenError(f"{name} must be 0 to {tokens.size}, got {start}")
         response, targets = (None if ids is None else self._checked(ids, tokens.size) for ids in (forced, scored))
         sequence = self._memory.new_sequence(self, tenant, trajectory, branch)
-        return self._queue(Job(sequence, tokens, sampling, response, targets, turn_start=turn_start, fresh=True))
+        job = Job(
+            sequence, tokens, sampling, response, targets,
+            turn_start=turn_start, message_start=message_start, fresh=True,
+        )  # fmt: skip
+        return self._queue(job)
 
     def cancel(self, job: Job) -> None:
         """Takes a job out before it is done; a sequence made for it is released, another is as it was."""

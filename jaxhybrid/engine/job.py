@@ -34,6 +34,7 @@ class Job:
     scored: Int32[np.ndarray, " m"] | None = None
     score: bool = False
     turn_start: int | None = None
+    message_start: int | None = None
     boundaries: deque[tuple[int, str]] = field(default_factory=deque)
     phase: Phase = "waiting"
     prompt_length: int = 0

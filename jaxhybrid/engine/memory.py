@@ -174,7 +174,7 @@ class StateMemory:
         job.boundaries = deque(
             boundaries(
                 self._config.retention, length=job.prompt_length, resumed=resumed, matched=matched,
-                left_known_path=left, turn_start=job.turn_start,
+                left_known_path=left, turn_start=job.turn_start, message_start=job.message_start,
             )
         )  # fmt: skip
 

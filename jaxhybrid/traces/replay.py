@@ -173,7 +173,9 @@ class Replay:
             choices = {"sampling": Sampling(max_tokens=length, stop_token_ids=stops)}
         try:
             job = self._engine.submit(
-                prompt, TENANT, walk.trajectory.id, call.branch, turn_start, **choices  # type: ignore[arg-type]
+                prompt, TENANT, walk.trajectory.id, call.branch, turn_start,
+                call.message_start,  # holds for this prompt: a branch's first call is never spliced
+                **choices,  # type: ignore[arg-type]
             )  # fmt: skip
         except JaxHybridError as error:
             self._fail(walk, number, error)

@@ -1,22 +1,27 @@
+from dataclasses import replace
+
 import pytest
 
 from jaxhybrid.cache.retention import Retention, boundaries, response_boundaries
 from jaxhybrid.errors import ConfigError
 
 EVERYTHING = Retention(every=16)
-NOTHING = Retention(prompt_end=False, response_end=False, turn_start=False, junctions=False)
+NOTHING = Retention(prompt_end=False, response_end=False, turn_start=False, message_start=False, junctions=False)
+
+
+REQUEST = {"length": 50, "resumed": 10, "matched": 21, "left_known_path": True, "turn_start": 47}
 
 
 def wanted(retention, **overrides):
-    request = {"length": 50, "resumed": 10, "matched": 21, "left_known_path": True, "turn_start": 47} | overrides
-    return boundaries(retention, **request)
+    return boundaries(retention, **(REQUEST | overrides))
 
 
 def test_all_kinds_in_order():
-    assert wanted(EVERYTHING) == [
+    assert wanted(EVERYTHING, message_start=37) == [
         (16, "every"),
         (21, "junction"),
         (32, "every"),
+        (37, "message_start"),
         (47, "turn_start"),
         (48, "every"),
         (50, "prompt_end"),
@@ -26,19 +31,20 @@ def test_all_kinds_in_order():
 @pytest.mark.parametrize(
     ("retention", "expected"),
     [
-        (NOTHING, []),
-        (Retention(turn_start=False, junctions=False), [(50, "prompt_end")]),
-        (Retention(prompt_end=False, junctions=False), [(47, "turn_start")]),
-        (Retention(prompt_end=False, turn_start=False), [(21, "junction")]),
-        (Retention(prompt_end=False, turn_start=False, junctions=False, every=25), [(25, "every"), (50, "every")]),
+        ({}, []),
+        ({"prompt_end": True}, [(50, "prompt_end")]),
+        ({"turn_start": True}, [(47, "turn_start")]),
+        ({"message_start": True}, [(37, "message_start")]),
+        ({"junctions": True}, [(21, "junction")]),
+        ({"every": 25}, [(25, "every"), (50, "every")]),
     ],
 )
 def test_each_kind_alone(retention, expected):
-    assert wanted(retention) == expected
+    assert wanted(replace(NOTHING, **retention), message_start=37) == expected
 
 
 def test_the_grid_starts_after_the_resume_point():
-    grid = Retention(prompt_end=False, turn_start=False, junctions=False, every=10)
+    grid = replace(NOTHING, every=10)
     assert [n for n, _ in wanted(grid, resumed=10)] == [20, 30, 40, 50]
     assert [n for n, _ in wanted(grid, resumed=9)] == [10, 20, 30, 40, 50]
 
@@ -62,6 +68,13 @@ def test_one_boundary_is_named_once():
 
 def test_a_turn_start_beyond_the_prompt_is_not_a_boundary_of_it():
     assert wanted(Retention(), turn_start=51, left_known_path=False) == [(50, "prompt_end")]
+
+
+def test_a_message_that_starts_before_the_resume_point_needs_no_checkpoint():
+    assert wanted(Retention(), message_start=10, left_known_path=False) == [(47, "turn_start"), (50, "prompt_end")]
+    assert wanted(Retention(), message_start=0, resumed=0, matched=0, left_known_path=False, turn_start=None) == [
+        (50, "prompt_end")
+    ]
 
 
 def test_a_grid_needs_a_step():

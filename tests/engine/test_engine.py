@@ -69,6 +69,21 @@ def test_the_third_request_resumes_at_the_junction(engine: jh.Engine) -> None:
     assert np.allclose(third.logits(), alone(engine.model, third.tokens), atol=2e-4)
 
 
+def test_the_second_sibling_resumes_at_the_message_that_tells_them_apart(engine: jh.Engine) -> None:
+    engine.prefill([*PROMPT[:50], 4, 4, 4, 9, 9], turn_start=54, message_start=50).release()
+    second = engine.prefill([*PROMPT[:50], 4, 4, 4, 8, 8, 8, 8], turn_start=56, message_start=50)
+    assert (second.reuse.matched, second.reuse.resumed, second.reuse.gap) == (53, 50, 3)
+    assert np.allclose(second.logits(), alone(engine.model, second.tokens), atol=2e-4)
+    assert engine.stats().events.checkpoints == {"message_start": 1, "junction": 1, "turn_start": 2, "prompt_end": 2}
+
+
+@pytest.mark.parametrize("name", ["turn_start", "message_start"])
+def test_a_start_beyond_the_prompt_is_refused(engine: jh.Engine, name: str) -> None:
+    with pytest.raises(TokenError, match=f"{name} must be 0 to 70, got 71"):
+        engine.prefill(PROMPT, **{name: 71})
+    assert engine.stats().live_sequences == 0
+
+
 def test_a_rewritten_response_is_put_down_to_the_template(engine: jh.Engine) -> None:
     first = engine.prefill(PROMPT, trajectory="run", turn_start=66)
     made = engine.generate([first], jh.Sampling(max_tokens=6))[0]

@@ -62,7 +62,8 @@ class Programs(RuleBasedStateMachine):
     )
     def prefill(self, opening, tail, back, run):
         ids = [*opening, *tail]
-        made = self.attempt(self.engine.prefill, ids, trajectory=run, turn_start=max(0, len(ids) - back))
+        starts = {"turn_start": max(0, len(ids) - back), "message_start": len(opening)}
+        made = self.attempt(self.engine.prefill, ids, trajectory=run, **starts)
         if made is None:
             return multiple()
         assert made.tokens.tolist() == ids

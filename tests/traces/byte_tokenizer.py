@@ -10,6 +10,7 @@ from jaxhybrid.errors import TemplateError
 class Rendered:
     token_ids: list[int]
     turn_start: int
+    message_start: int
 
 
 class ByteTokenizer:
@@ -25,11 +26,12 @@ class ByteTokenizer:
         head = json.dumps(tools) if tools else ""
         drop = (switches or {}).get("drop_reasoning_before_last_user")
         last_user = max((i for i, m in enumerate(messages) if m["role"] == "user"), default=-1)
-        text = head + "".join(
-            f"<{m['role']}>{self._body(m, with_reasoning=not (drop and i < last_user))}|"
+        turns = [
+            (f"<{m['role']}>{self._body(m, with_reasoning=not (drop and i < last_user))}|")
             for i, m in enumerate(messages)
-        )
-        return Rendered(self.encode(text + "<assistant>"), len(self.encode(text)))
+        ]
+        before, history = (head + "".join(shown) for shown in (turns[:-1], turns))
+        return Rendered(self.encode(history + "<assistant>"), len(self.encode(history)), len(self.encode(before)))
 
     def response_ids(self, messages, response, tools=None, switches=None):
         return self.encode(self._body(response, with_reasoning=True))

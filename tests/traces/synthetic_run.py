@@ -114,6 +114,7 @@ def policies() -> tuple[PolicyResult, ...]:
         "+ response end": 1_450,
         "+ turn start": 900,
         "+ junctions": 380,
+        "+ message start": 210,
         "grid 512": 5_300,
         "grid 1600": 17_700,
         "grid 4096": 46_100,

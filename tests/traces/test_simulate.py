@@ -1,6 +1,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,10 +20,13 @@ from jaxhybrid.traces.trajectory import TokenCall, TokenTrajectory, Trajectory
 SHARED = Path(os.environ.get("JAXHYBRID_SHARED", Path(__file__).resolve().parents[2] / "../shared"))
 
 
-def call(prompt, response=(), *, turn_start=None, parent=None, branch="main"):
+NOTHING = Retention(prompt_end=False, response_end=False, turn_start=False, message_start=False, junctions=False)
+
+
+def call(prompt, response=(), *, turn_start=None, message_start=None, parent=None, branch="main"):
     prompt = np.array(prompt, np.int32)
     start = len(prompt) if turn_start is None else turn_start
-    return TokenCall(prompt, start, np.array(response, np.int32), branch, parent, None)
+    return TokenCall(prompt, start, np.array(response, np.int32), branch, parent, None, message_start)
 
 
 def trajectory(*calls, id="run"):
@@ -67,7 +71,7 @@ def test_the_perfect_cache_computes_the_growth_of_the_context_once():
 
 
 def test_a_block_aligned_engine_loses_what_is_beyond_its_last_block():
-    grid = Policy("grid", Retention(prompt_end=False, response_end=False, turn_start=False, junctions=False, every=50))
+    grid = Policy("grid", replace(NOTHING, every=50))
     (result,) = simulate([GROWING], [grid])
     assert result.gap_by_call == (0, 17, 10)  # 117 and 160 match; 150 was passed during the second response
     assert result.peak_checkpoints == 3
@@ -92,6 +96,17 @@ def test_the_third_request_resumes_where_the_second_left_the_first():
     assert results["+ junctions"].peak_checkpoints == results["+ turn start"].peak_checkpoints + 1
 
 
+def test_the_second_request_resumes_at_the_message_that_tells_siblings_apart():
+    tails = [[7, 7, 7, *ids(1000 * n, 40)] for n in (1, 2, 3)]  # the tasks themselves begin alike
+    siblings = trajectory(*(call(ids(0, 60) + tail, ids(9000 + tail[-1], 5), message_start=60) for tail in tails))
+    results = by_name(simulate([siblings]))
+    assert results["+ junctions"].gap_by_call == (0, 63, 0)
+    assert results["+ message start"].gap_by_call == (0, 3, 0)
+    assert results["+ message start"].peak_checkpoints == results["+ junctions"].peak_checkpoints + 1
+    unknown = trajectory(*(call(ids(0, 60) + tail) for tail in tails))
+    assert by_name(simulate([unknown]))["+ message start"].gap_by_call == (0, 63, 0)
+
+
 def test_growth_counts_a_fresh_context_by_what_is_new_and_a_fork_from_its_parent():
     branches = trajectory(
         call(ids(0, 100), ids(1000, 10)),
@@ -114,7 +129,7 @@ def test_a_budget_gives_up_the_least_recently_used():
     bases = [ids(1000 * n, 50) for n in range(3)]
     order = [0, 1, 0, 2, 0, 1]  # with room for two, 2 replaces 1
     revisits = trajectory(*(call(bases[n]) for n in order))
-    policy = [Policy("prompt end", Retention(turn_start=False, response_end=False, junctions=False))]
+    policy = [Policy("prompt end", replace(NOTHING, prompt_end=True))]
     (bounded,) = simulate([revisits], policy, max_checkpoints=2)
     assert bounded.gap_by_call == (0, 0, 0, 0, 0, 50)
     assert bounded.peak_checkpoints == 2
@@ -123,7 +138,7 @@ def test_a_budget_gives_up_the_least_recently_used():
 
 
 def test_the_same_response_again_is_a_use_of_its_end():
-    policy = [Policy("response end", Retention(prompt_end=False, turn_start=False, junctions=False))]
+    policy = [Policy("response end", replace(NOTHING, response_end=True))]
     first, second, third = (call(ids(1000 * n, 50), ids(9000 + 100 * n, 7)) for n in range(3))
     follow_up = call(ids(0, 50) + ids(9000, 7) + ids(500, 20))
     (result,) = simulate([trajectory(first, second, first, third, follow_up)], policy, max_checkpoints=2)
@@ -173,6 +188,7 @@ def naive_gaps(trajectories, retention):
             matched=matched,
             left_known_path=leaves,
             turn_start=each.turn_start,
+            message_start=each.message_start,
         ) + response_boundaries(retention, prompt_length=len(prompt), length=len(context))
         kept |= {context[:n] for n, _ in wanted}
         seen.append(context)
@@ -180,10 +196,13 @@ def naive_gaps(trajectories, retention):
 
 
 CALLS = st.builds(
-    lambda prompt, response, cut: call(prompt, response, turn_start=max(0, len(prompt) - cut)),
+    lambda prompt, response, cut, message: call(
+        prompt, response, turn_start=max(0, len(prompt) - cut), message_start=message
+    ),
     st.lists(st.integers(0, 1), min_size=1, max_size=14),
     st.lists(st.integers(0, 1), max_size=5),
     st.integers(0, 3),
+    st.none() | st.integers(0, 14),
 )
 
 

@@ -56,6 +56,19 @@ def test_a_template_that_drops_reasoning_keeps_both_prompts_as_they_are():
     assert prompts[2].startswith("<user>ask|<assistant>yes|<user>ask|<user>ask|")
 
 
+def test_the_last_message_of_a_branchs_first_call_is_where_siblings_leave():
+    system, task = {"role": "system", "content": "be brief"}, {"role": "user", "content": "list the files"}
+    calls = [
+        MessageCall(messages=(system, ASK), response=THOUGHT),
+        MessageCall(messages=(system, ASK, THOUGHT, ASK), response=THOUGHT),
+        MessageCall(messages=(system, ASK, task), response=THOUGHT, branch="helper"),
+        MessageCall(messages=(system, ASK, task, THOUGHT, ASK), response=THOUGHT, branch="helper"),
+    ]
+    made = tokenise(run(*calls), TOKENIZER).calls
+    starts = [None if call.message_start is None else text(call.prompt_ids[: call.message_start]) for call in made]
+    assert starts == ["<system>be brief|", None, "<system>be brief|<user>ask|", None]
+
+
 def test_forks_each_extend_their_parent():
     other = {"role": "user", "content": "other"}
     calls = [MessageCall(messages=m, response=THOUGHT) for m in ((ASK,), (ASK, THOUGHT, ASK), (ASK, THOUGHT, other))]
@@ -70,6 +83,7 @@ def test_text_is_encoded_as_it_is():
     (call,) = tokenise(run(TextCall(text="grüße", response_text="")), TOKENIZER).calls
     assert text(call.prompt_ids) == "grüße"
     assert call.turn_start == len(call.prompt_ids) == 7
+    assert call.message_start is None
     assert call.response_ids.shape == (0,)
 
 
@@ -79,6 +93,7 @@ def test_blocks_avoid_the_tokenizers_end_and_low_ids_and_depend_on_the_seed():
         tokenise(run(call, scope="s"), TOKENIZER, first_id=11, seed=seed).calls[0] for seed in (0, 0, 1)
     )
     assert len(once.prompt_ids) == once.turn_start == 5765
+    assert once.message_start is None
     assert len(once.response_ids) == 700
     ids = set(once.prompt_ids.tolist())
     assert ids == set(range(11, 256)) - {ord("|")}
