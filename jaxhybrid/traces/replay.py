@@ -1,9 +1,10 @@
 """Replays recorded calls through an engine: trajectories interleaved, each call once its branch allows it."""
 
+import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -23,7 +24,9 @@ Mode = Literal["forced", "score", "generate"]
 TENANT = "replay"
 SAMPLE_EVERY_S = 0.25
 COLD_SAMPLES = 8
+LENGTHS_PER_OCTAVE = 4
 COLD_TOKENS = 48_000  # prompt tokens spent, at most, on measuring what a prefill without reuse takes
+OVERLAP = 8  # tokens before a difference that its characters may have begun in
 
 
 @dataclass(frozen=True)
@@ -42,14 +45,24 @@ class ReplayOptions:
 
 @dataclass(eq=False)
 class _Walk:
-    """One trajectory under way. `ready` calls wait for a row; a call waits for its parent and its branch."""
+    """One trajectory under way.
+
+    Calls begin in the order of recording, each once its parent and all earlier calls of its branch are finished: that
+    is what puts branches side by side, and keeps a sub-agent from starting before the call that sent it off.
+    `contexts` holds the tokens, prompt and response, of finished calls that later ones continue.
+    """
 
     trajectory: TokenTrajectory
     finished: set[int]
     begun: set[int] = field(default_factory=set)
+    contexts: dict[int, Int32[np.ndarray, " n"]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        calls = self.trajectory.calls
+        self._children = Counter(call.parent for n, call in enumerate(calls) if n not in self.finished)
 
     def ready(self) -> Iterator[int]:
-        """Calls that may begin, in order: their parent and all earlier ones of their branch are finished."""
+        """Calls that may begin."""
         open_branches: set[str] = set()
         for number, call in enumerate(self.trajectory.calls):
             if number in self.finished:
@@ -57,10 +70,27 @@ class _Walk:
             if number in self.begun:
                 open_branches.add(call.branch)
                 continue
-            if call.branch in open_branches or call.parent not in (None, *self.finished):
+            if call.branch in open_branches or not (call.parent is None or call.parent in self.finished):
                 return
             yield number
             open_branches.add(call.branch)
+
+    def parent_context(self, call: TokenCall) -> Int32[np.ndarray, " n"] | None:
+        """What the call's parent ended with; kept until its last child asks. As recorded if it was not replayed."""
+        if call.parent is None:
+            return None
+        parent = self.trajectory.calls[call.parent]
+        self._children[call.parent] -= 1
+        context = self.contexts.get(call.parent)
+        if not self._children[call.parent]:
+            self.contexts.pop(call.parent, None)
+        return np.concatenate([parent.prompt_ids, parent.response_ids]) if context is None else context
+
+    def finish(self, number: int, context: Int32[np.ndarray, " n"] | None = None) -> None:
+        """Marks a call as finished; `context`: its prompt and response, if it was replayed."""
+        self.finished.add(number)
+        if context is not None and self._children[number]:
+            self.contexts[number] = context
 
     @property
     def over(self) -> bool:
@@ -78,7 +108,8 @@ class _Running:
 class Replay:
     """One run of trajectories through an engine, recorded call by call in `log`.
 
-    `stop` is asked between dispatches; once it says yes the run ends, with what is done on record.
+    `on_call` is told of every call that is done, `on_skip` of every one that failed. `stop` is asked between dispatches;
+    once it says yes the run ends, with what is done on record.
     """
 
     def __init__(
@@ -87,15 +118,16 @@ class Replay:
         log: RunLog,
         options: ReplayOptions,
         on_call: Callable[[CallRecord], None] = lambda record: None,
+        on_skip: Callable[[], None] = lambda: None,
         stop: Callable[[], bool] = lambda: False,
     ) -> None:
         self.errors: list[str] = []
         self._engine, self._log, self._options = engine, log, options
-        self._on_call, self._stop = on_call, stop
+        self._on_call, self._on_skip, self._stop = on_call, on_skip, stop
         self._clock_offset = log.elapsed_s - time.perf_counter()
         self._running: dict[Job, _Running] = {}
         self._walks: deque[_Walk] = deque()
-        self._prompts: list[tuple[Int32[np.ndarray, " n"], float]] = []
+        self._prompts: dict[int, tuple[Int32[np.ndarray, " n"], float]] = {}
         self._sampled_s = -SAMPLE_EVERY_S
 
     @property
@@ -109,10 +141,10 @@ class Replay:
         done = self._log.done
         more = True
         while not self._stop():
-            while more and len(self._walks) < self._engine.config.max_sequences:
+            while more and len(self._walks) < self._engine.config.max_sequences and not self._stop():
                 more = self._open_next(source, done)
             self._begin_calls()
-            if not self._running and not self._walks:
+            if not (self._running or self._walks or more):
                 return
             for job in self._engine.step():
                 self._finish(job)
@@ -121,7 +153,7 @@ class Replay:
 
     def measure_cold(self) -> None:
         """What some of the prompts take without any reuse, beside what they took; spread over their lengths."""
-        prompts = sorted(self._prompts, key=lambda item: item[0].size)
+        prompts = sorted(self._prompts.values(), key=lambda item: item[0].size)
         if not prompts:
             return
         picks = {round(i * (len(prompts) - 1) / (COLD_SAMPLES - 1)) for i in range(COLD_SAMPLES)}
@@ -159,44 +191,47 @@ class Replay:
         self._walks = deque(walk for walk in self._walks if not walk.over)
 
     def _begin(self, walk: _Walk, number: int) -> None:
-        call = walk.trajectory.calls[number]
-        prompt, turn_start = self._prompt(walk.trajectory, call)
+        recorded = walk.trajectory.calls[number]
+        call = self._spliced(recorded, walk.parent_context(recorded))
         walk.begun.add(number)
-        response = call.response_ids
-        sampling = Sampling(max_tokens=max(1, response.size)) if response.size else None
-        choices: Mapping[str, object] = {"sampling": sampling, "forced": response if response.size else None}
-        if self._options.mode == "score":
-            choices = {"scored": response if response.size else None}
-        elif self._options.mode == "generate":
-            length = min(response.size or self._options.max_generated, self._options.max_generated)
-            stops = self._engine.model.tokenizer.end_token_ids
-            choices = {"sampling": Sampling(max_tokens=length, stop_token_ids=stops)}
         try:
             job = self._engine.submit(
-                prompt, TENANT, walk.trajectory.id, call.branch, turn_start,
-                call.message_start,  # holds for this prompt: a branch's first call is never spliced
-                **choices,  # type: ignore[arg-type]
+                call.prompt_ids, TENANT, walk.trajectory.id, call.branch, call.turn_start, call.message_start,
+                **self._response(call),  # type: ignore[arg-type]
             )  # fmt: skip
         except JaxHybridError as error:
             self._fail(walk, number, error)
             return
-        self._running[job] = _Running(walk, number, prompt, self.elapsed_s)
+        self._running[job] = _Running(walk, number, call.prompt_ids, self.elapsed_s)
 
-    def _prompt(self, trajectory: TokenTrajectory, call: TokenCall) -> tuple[Int32[np.ndarray, " n"], int]:
-        """The call's prompt, with its parent's response in the tokens it was made of where that changes no text."""
-        if not self._options.splice or call.parent is None:
-            return call.prompt_ids, call.turn_start
-        parent = trajectory.calls[call.parent]
-        made = np.concatenate([parent.prompt_ids, parent.response_ids])
+    def _response(self, call: TokenCall) -> Mapping[str, object]:
+        """What the engine is asked to do after the prompt."""
+        response, limit = call.response_ids, self._options.max_generated
+        if self._options.mode == "generate":
+            stops = self._engine.model.tokenizer.end_token_ids
+            return {"sampling": Sampling(max_tokens=min(response.size or limit, limit), stop_token_ids=stops)}
+        if not response.size:
+            return {}
+        if self._options.mode == "score":
+            return {"scored": response}
+        return {"sampling": Sampling(max_tokens=response.size), "forced": response}
+
+    def _spliced(self, call: TokenCall, context: Int32[np.ndarray, " n"] | None) -> TokenCall:
+        """The call with its parent's context in the tokens it was made of, where the prompt only spells it otherwise."""
         history = call.prompt_ids[: call.turn_start]
-        shared = common_prefix(history, made)
-        if parent.branch != call.branch or not parent.prompt_ids.size <= shared < min(made.size, history.size):
-            return call.prompt_ids, call.turn_start
-        at = max(0, parent.prompt_ids.size - 8)  # whole texts need not be decoded to compare their ends
-        remembered = Remembered(made[at : parent.prompt_ids.size].tolist(), parent.response_ids.tolist())
-        spliced = splice_ids(history[at:].tolist(), remembered, self._engine.model.tokenizer.decode)
-        joined = np.concatenate([history[:at], np.array(spliced, np.int32), call.prompt_ids[call.turn_start :]])
-        return joined, at + len(spliced)
+        shared = 0 if context is None else common_prefix(history, context)
+        if not self._options.splice or context is None or shared in (context.size, history.size):
+            return call
+        at = max(0, shared - OVERLAP)  # texts that begin alike need not be decoded whole to compare their ends
+        known = Remembered((), context[at:].tolist())
+        spliced = splice_ids(history[at:].tolist(), known, self._engine.model.tokenizer.decode)
+        prompt = np.concatenate([history[:at], np.array(spliced, np.int32), call.prompt_ids[call.turn_start :]])
+        longer, message_start = prompt.size - call.prompt_ids.size, call.message_start
+        if message_start is not None and message_start > shared:
+            message_start += longer
+        return replace(
+            call, prompt_ids=prompt, turn_start=call.turn_start + longer, message_start=message_start
+        )  # fmt: skip
 
     def _finish(self, job: Job) -> None:
         running = self._running.pop(job, None)
@@ -206,9 +241,10 @@ class Replay:
             self._fail(running.walk, running.number, job.error)
             return
         record = self._record(job, running)
+        running.walk.finish(running.number, job.sequence.tokens)
         job.sequence.release()
-        running.walk.finished.add(running.number)
-        self._prompts.append((running.prompt, job.prefill_s))
+        # One prompt of about each length is enough to measure, and holds no more tokens than a few prompts have.
+        self._prompts[round(LENGTHS_PER_OCTAVE * math.log2(running.prompt.size))] = running.prompt, job.prefill_s
         self._log.append(record)
         self._on_call(record)
         self._sample_memory()
@@ -239,7 +275,8 @@ class Replay:
 
     def _fail(self, walk: _Walk, number: int, error: JaxHybridError) -> None:
         """A call that can't be replayed is skipped; those after it go on."""
-        walk.finished.add(number)
+        walk.finish(number)
+        self._on_skip()
         self.errors.append(f"{walk.trajectory.source}: call {number} of {walk.trajectory.id}: {error}")
 
     def _sample_memory(self) -> None:
@@ -257,22 +294,18 @@ class Replay:
 
 def flat_counters(stats: EngineStats) -> dict[str, int | float]:
     """An engine's counters as one flat table for the report."""
-    counters: dict[str, int | float] = {
-        name: getattr(stats, name)
-        for name in (
-            "compiled_programs", "recurrent_bytes_copied", "kv_bytes_copied", "state_moves",
-            "retained_checkpoints", "live_sequences", "live_slots", "free_slots", "live_pages", "free_pages",
-        )
-    }  # fmt: skip
+    counters: dict[str, int | float] = {"calls": stats.tokens.calls}
+    counters |= {
+        f"{name}_tokens": getattr(stats.tokens, name) for name in ("prompt", "reused", "gap", "new", "generated")
+    }
     for name in (
-        "restores",
-        "forks",
-        "evictions",
-        "preemptions",
-        "refusals",
-        "prefill_dispatches",
-        "decode_dispatches",
-    ):
+        "compiled_programs", "recurrent_bytes_copied", "kv_bytes_copied", "state_moves",
+        "retained_checkpoints", "live_sequences", "live_slots", "free_slots", "live_pages", "free_pages",
+    ):  # fmt: skip
+        counters[name] = getattr(stats, name)
+    for name in (
+        "restores", "forks", "evictions", "preemptions", "refusals", "prefill_dispatches", "decode_dispatches",
+    ):  # fmt: skip
         counters[name] = getattr(stats.events, name)
     counters |= {f"checkpoints_{kind}": count for kind, count in stats.events.checkpoints.items()}
     return counters | {f"kernel_fallbacks_{name}": count for name, count in stats.kernel_fallbacks.items()}
