@@ -3,7 +3,18 @@
 python scripts/replay_traces.py --out=replay-report
 python scripts/replay_traces.py --traces=runs/,more.jsonl --model=checkpoints/kimi --mode=score
 python scripts/replay_traces.py --traces=runs/ --simulate
+
+The figures published for block-hashed Weka sessions (what checkpoints cost beyond a perfect token-level cache; see
+jaxhybrid/traces/simulate.py) come from whole blocks and a cache of its own for each session:
+
+python scripts/replay_traces.py --simulate --traces=weka/ --study_block_size=64 --noshared_cache
+
+Exit status: 0, also where some records or calls were skipped, which the report names; 1 if nothing could be done; 130
+after Ctrl-C, with a report on what was done until then: the same command with --resume goes on. A second Ctrl-C ends
+the program at once.
 """
+
+from typing import Any, cast
 
 from absl import app, flags
 
@@ -22,6 +33,12 @@ SIMULATE = flags.DEFINE_bool("simulate", False, "Study checkpoint policies on to
 SHARED = flags.DEFINE_bool(
     "shared_cache", True, "In the policy study, all trajectories share one cache; off, each finds an empty one."
 )
+STUDY_BLOCK_SIZE = flags.DEFINE_integer(
+    "study_block_size",
+    0,
+    "In the policy study, see prompts as whole blocks of this many tokens and no responses; 0 sees every token.",
+    lower_bound=0,
+)
 SHARD = flags.DEFINE_string("shard", "0/1", "Take part i of n of the trajectories, as i/n.")
 RESUME = flags.DEFINE_bool("resume", False, "Go on with the run in --out: calls on record are not replayed.")
 SPLICE = flags.DEFINE_bool(
@@ -38,8 +55,9 @@ def main(_: list[str]) -> None:
     from jaxhybrid.traces.job import ReplayJob, run_job
 
     job = ReplayJob(
-        traces=tuple(TRACES.value), model=MODEL.value, mode=MODE.value, out=OUT.value, format=FORMAT.value,
+        traces=tuple(TRACES.value), model=MODEL.value, mode=cast(Any, MODE.value), out=OUT.value, format=FORMAT.value,
         max_trajectories=MAX_TRAJECTORIES.value, simulate=SIMULATE.value, shared_cache=SHARED.value,
+        study_block_size=STUDY_BLOCK_SIZE.value,
         shard=SHARD.value, resume=RESUME.value, splice=SPLICE.value, switches=SWITCHES.value,
         max_sequences=MAX_SEQUENCES.value, max_tokens=MAX_TOKENS.value, max_checkpoints=MAX_CHECKPOINTS.value,
         compilation_cache=CACHE.value,

@@ -166,12 +166,15 @@ class Engine:
             job.opened = True
         return self._after_prompt([job for job in jobs if not job.pending.size])
 
-    def warm_up(self, rows: Several[int] = (1,), modes: Several[Sampling] = (Sampling(),)) -> None:
-        """Compiles the programs for these batch sizes and kinds of sampling, on padding only."""
+    def warm_up(self, rows: Several[int] = (1,), modes: Several[Sampling] = (Sampling(),), score: bool = False) -> None:
+        """Compiles the programs for these batch sizes and kinds of sampling, and for `score`, on padding only."""
         address = address_of([], [], 1, self._memory.table_width)
         for chunk in self.config.prefill_chunks:
             tokens = np.zeros((1, chunk), np.int32)
             self._memory.run(partial(self._programs.prefill, tokens=tokens, address=address))
+            if score:
+                scored = partial(self._programs.score, tokens=tokens, address=address)
+                self._memory.run_for([], scored)
         for count in rows:
             for option in modes:
                 self._warm_up_decode(self.config.bucket(count), option)

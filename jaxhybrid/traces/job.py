@@ -4,17 +4,19 @@ import itertools
 import json
 import signal
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console
 
 from jaxhybrid.chat import ChatTokenizer
 from jaxhybrid.errors import JaxHybridError, TraceError
+from jaxhybrid.traces import units
 from jaxhybrid.traces.pipeline import Shard, read_traces, tokenise_traces
 from jaxhybrid.traces.progress import Progress
 from jaxhybrid.traces.record import RunHeader, RunLog, RunRecord
@@ -23,7 +25,13 @@ from jaxhybrid.traces.report_table import print_table
 from jaxhybrid.traces.simulate import Study
 from jaxhybrid.traces.trajectory import TokenTrajectory, Trajectory
 
+if TYPE_CHECKING:
+    from jaxhybrid.engine.engine import Engine
+    from jaxhybrid.model import Model
+
 DEMO_MODEL = "demo"
+WHOLE = "0/1"
+INTERRUPTED = 130  # what a shell reports of a program that Ctrl-C ended
 PREFILL_CHUNKS = (64, 512)  # few programs: a short run spends longer compiling than padding costs it
 
 
@@ -39,7 +47,8 @@ class ReplayJob:
     max_trajectories: int | None = None
     simulate: bool = False
     shared_cache: bool = True
-    shard: str = "0/1"
+    study_block_size: int = 0
+    shard: str = WHOLE
     resume: bool = False
     splice: bool = True
     switches: str = "{}"
@@ -56,12 +65,37 @@ class ReplayJob:
     def trace_paths(self) -> tuple[str, ...]:
         return self.traces or (str(demo_folder() / "traces"),)
 
+    def header(self, weights: str | None = None) -> RunHeader:
+        """What must be the same for a run to be resumed. `weights`: fingerprint of the model's, if it is loaded."""
+        chosen = {
+            "format": self.format,
+            "shard": self.shard if self.shard != WHOLE else None,
+            "switches": json.dumps(self.template_switches, sort_keys=True) if self.template_switches else None,
+            "splice": None if self.splice else "off",
+            "study_block_size": str(self.study_block_size) if self.study_block_size else None,
+            "shared_cache": None if self.shared_cache else "off",
+            "weights": weights and weights[:16],
+        }
+        return RunHeader(
+            model=self.model or DEMO_MODEL,
+            mode="simulate" if self.simulate else self.mode,
+            traces=self.traces or ("the project's own recordings",),
+            options={name: value for name, value in chosen.items() if value},
+        )
+
     @property
-    def header(self) -> RunHeader:
-        """What must be the same for a run to be resumed."""
-        traces = self.traces or ("the project's own recordings",)
-        mode = "simulate" if self.simulate else self.mode
-        return RunHeader(model=self.model or DEMO_MODEL, mode=mode, traces=traces)
+    def template_switches(self) -> Mapping[str, Any]:
+        """Raises TraceError unless `switches` is a JSON object."""
+        try:
+            switches = json.loads(self.switches)
+        except ValueError as error:
+            raise TraceError(f"--switches: expected a JSON object, got {self.switches!r}: {error}") from error
+        if not isinstance(switches, dict):
+            raise TraceError(f"--switches: expected a JSON object, got {self.switches!r}")
+        return switches
+
+    def study(self) -> Study:
+        return Study(shared=self.shared_cache, block_size=self.study_block_size or None)
 
 
 def demo_folder() -> Path:
@@ -88,37 +122,33 @@ class Interrupt:
 
 
 def run_job(job: ReplayJob) -> int:
-    """Runs to the end or to Ctrl-C, and writes the report. Returns the exit status: 1 if nothing could be done."""
+    """Runs to the end or to Ctrl-C, and writes the report.
+
+    Returns the exit status: 0, also where some records or calls were skipped; 1 if nothing could be done; 130 after
+    Ctrl-C, with a report on what was done until then.
+    """
     console = Console()
     try:
         with Interrupt() as interrupt:
-            record = _simulate(job, console, interrupt) if job.simulate else _replay(job, console, interrupt)
-    except JaxHybridError as error:
+            record = _simulate(job, interrupt) if job.simulate else _replay(job, console, interrupt)
+        paths = write_report(record, Path(job.out))
+    except (JaxHybridError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    paths = write_report(record, Path(job.out))
     print_table(record, console)
     console.print(f"report: {paths.html}", soft_wrap=True)
     console.print(f"data:   {paths.json}", soft_wrap=True)
-    nothing = not record.calls and not any(result.calls for result in record.policies)
-    return 1 if nothing and record.errors else 0
-
-
-def _switches(job: ReplayJob) -> Mapping[str, Any]:
-    try:
-        switches = json.loads(job.switches)
-    except ValueError as error:
-        raise TraceError(f"--switches: expected a JSON object, got {job.switches!r}: {error}") from error
-    if not isinstance(switches, dict):
-        raise TraceError(f"--switches: expected a JSON object, got {job.switches!r}")
-    return switches
+    if record.interrupted:
+        return INTERRUPTED
+    done = record.policies[0].calls if job.simulate else len(record.calls)
+    return 1 if record.errors and not done else 0
 
 
 def _trajectories(job: ReplayJob, tokenizer: ChatTokenizer) -> Iterator[TokenTrajectory | TraceError]:
     """Tokenised lazily, and no more trajectories than asked for."""
     read = read_traces(job.trace_paths, format=job.format, shard=Shard.parse(job.shard))
     left = job.max_trajectories
-    for item in tokenise_traces(read, tokenizer, _switches(job)):
+    for item in tokenise_traces(read, tokenizer, job.template_switches):
         yield item
         if left is not None and isinstance(item, TokenTrajectory):
             left -= 1
@@ -127,39 +157,73 @@ def _trajectories(job: ReplayJob, tokenizer: ChatTokenizer) -> Iterator[TokenTra
 
 
 def _count_calls(job: ReplayJob) -> int:
-    """Calls of the trajectories to come; reading is cheap beside tokenising and replaying."""
+    """Calls of the trajectories to come; reading is cheap beside tokenising and replaying.
+
+    Raises TraceError for what no run could begin with: a missing path, an unknown format, nothing that can be read.
+    """
     read = read_traces(job.trace_paths, format=job.format, shard=Shard.parse(job.shard))
     found = (item for item in read if isinstance(item, Trajectory))
     return sum(len(item.calls) for item in itertools.islice(found, job.max_trajectories))
 
 
-def _simulate(job: ReplayJob, console: Console, interrupt: Interrupt) -> RunRecord:
-    tokenizer = ChatTokenizer.from_folder(job.model_folder)
-    study = Study(shared=job.shared_cache)
+def _simulate(job: ReplayJob, interrupt: Interrupt) -> RunRecord:
+    header = job.header()
+    study = job.study()
     errors = []
-    for item in _trajectories(job, tokenizer):
+    for item in _trajectories(job, ChatTokenizer.from_folder(job.model_folder)):
         if interrupt.asked:
             break
         if isinstance(item, TraceError):
             errors.append(str(item))
         else:
             study.add(item)
-    header = job.header
     return RunRecord(
-        model=header.model, mode=header.mode, traces=header.traces, policies=study.results(),
-        errors=tuple(errors), interrupted=interrupt.asked,
+        model=header.model, mode=header.mode, traces=header.traces, options=header.options,
+        policies=study.results(), errors=tuple(errors), interrupted=interrupt.asked,
     )  # fmt: skip
 
 
 def _replay(job: ReplayJob, console: Console, interrupt: Interrupt) -> RunRecord:
-    from jaxhybrid.engine.config import EngineConfig
-    from jaxhybrid.engine.engine import Engine
     from jaxhybrid.model import load_model
     from jaxhybrid.platform import use_compilation_cache
     from jaxhybrid.traces.replay import Replay, ReplayOptions, flat_counters
 
+    total = _count_calls(job)
+    job.header()  # whatever is wrong with the command line is said before the model is loaded
     use_compilation_cache(job.compilation_cache)
     model = load_model(job.model_folder)
+    tokenizer = model.tokenizer
+    study = job.study()
+
+    def studied() -> Iterator[TokenTrajectory | TraceError]:
+        for item in _trajectories(job, tokenizer):
+            if isinstance(item, TokenTrajectory):
+                study.add(item)
+            yield item
+
+    with RunLog(Path(job.out) / "run.jsonl", job.header(model.fingerprint), resume=job.resume) as log:
+        engine = _warm_engine(job, model, console)
+        with Progress(total, console, done=len(log.calls)) as progress:
+            options = ReplayOptions(mode=job.mode, splice=job.splice)
+            replay = Replay(engine, log, options, progress.update, progress.skip, lambda: interrupt.asked)
+            replay.run(studied())
+            if not interrupt.asked:
+                progress.skip(progress.total - progress.done)  # calls of trajectories that were no prompts
+        counters = flat_counters(engine.stats())
+        elapsed_s = replay.elapsed_s
+        replay.measure_cold()
+        return log.record(
+            policies=study.results(), counters=counters, errors=replay.errors,
+            interrupted=interrupt.asked, elapsed_s=elapsed_s,
+        )  # fmt: skip
+
+
+def _warm_engine(job: ReplayJob, model: "Model", console: Console) -> "Engine":
+    """An engine with its programs compiled, so that no call's times contain that."""
+    from jaxhybrid.engine.config import EngineConfig
+    from jaxhybrid.engine.engine import Engine
+
+    started = time.perf_counter()
     config = EngineConfig(
         max_sequences=job.max_sequences,
         max_tokens=job.max_tokens,
@@ -168,22 +232,7 @@ def _replay(job: ReplayJob, console: Console, interrupt: Interrupt) -> RunRecord
         row_buckets=(job.max_sequences,),
     )
     engine = Engine(model, config)
-    study = Study(shared=job.shared_cache)
-
-    def studied() -> Iterator[TokenTrajectory | TraceError]:
-        for item in _trajectories(job, model.tokenizer):
-            if isinstance(item, TokenTrajectory):
-                study.add(item)
-            yield item
-
-    with RunLog(Path(job.out) / "run.jsonl", job.header, resume=job.resume) as log:
-        with Progress(_count_calls(job), console, done=len(log.calls)) as progress:
-            options = ReplayOptions(mode=job.mode, splice=job.splice)
-            replay = Replay(engine, log, options, progress.update, lambda: interrupt.asked)
-            replay.run(studied())
-        counters = flat_counters(engine.stats())
-        replay.measure_cold()
-        return log.record(
-            policies=study.results(), counters=counters, errors=replay.errors,
-            interrupted=interrupt.asked, elapsed_s=replay.elapsed_s,
-        )  # fmt: skip
+    engine.warm_up(rows=() if job.mode == "score" else (job.max_sequences,), score=job.mode == "score")
+    programs, took = engine.stats().compiled_programs, units.seconds(time.perf_counter() - started)
+    console.print(f"compiled {units.plural(programs, 'program')} in {took}", highlight=False)
+    return engine

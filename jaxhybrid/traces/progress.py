@@ -37,6 +37,7 @@ class Progress:
     ) -> None:
         self.total = total
         self.done = done
+        self.skipped = 0
         self._console = console
         self._every_s = every_s
         self._clock = clock
@@ -69,10 +70,19 @@ class Progress:
         elif self._clock() - self._last_line >= self._every_s:
             self._print_line()
 
+    def skip(self, calls: int = 1) -> None:
+        """Takes calls that can't be done off the total."""
+        self.total -= calls
+        self.skipped += calls
+        if self._bar is not None:
+            self._bar.update(self._task, total=self.total, description=self.status())
+
     def status(self) -> str:
         """One line: calls done, tokens/s, hit rate, time left."""
         elapsed = max(self._clock() - self._began, 1e-9)
         parts = [f"{self.done:,}/{self.total:,} calls"]
+        if self.skipped:
+            parts.append(f"{self.skipped:,} skipped")
         replayed = self.done - self._before
         if replayed:
             hit_rate = self._resumed / self._prompt if self._prompt else 0.0

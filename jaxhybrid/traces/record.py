@@ -79,11 +79,15 @@ class ColdSample(msgspec.Struct, frozen=True, kw_only=True, tag="cold"):
 
 
 class RunHeader(msgspec.Struct, frozen=True, kw_only=True, tag="header"):
-    """What a run is of. A run resumes only under the header it began with."""
+    """What a run is of. A run resumes only under the header it began with.
+
+    `options`: whatever else changes which calls there are or what is in them, by name.
+    """
 
     model: str
     mode: str
     traces: tuple[str, ...]
+    options: dict[str, str] = {}
     format_version: int = FORMAT_VERSION
 
 
@@ -93,6 +97,7 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     mode: str
     traces: tuple[str, ...]
+    options: dict[str, str] = {}
     calls: tuple[CallRecord, ...] = ()
     memory: tuple[MemorySample, ...] = ()
     cold: tuple[ColdSample, ...] = ()
@@ -209,6 +214,7 @@ class RunLog:
             model=self.header.model,
             mode=self.header.mode,
             traces=self.header.traces,
+            options=self.header.options,
             calls=tuple(self.calls),
             memory=tuple(self.memory),
             cold=tuple(self.cold),

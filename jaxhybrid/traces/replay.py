@@ -16,7 +16,7 @@ from jaxhybrid.engine.job import Job
 from jaxhybrid.engine.lineage import common_prefix
 from jaxhybrid.engine.sampling import Sampling
 from jaxhybrid.engine.stats import EngineStats
-from jaxhybrid.errors import JaxHybridError, TraceError
+from jaxhybrid.errors import JaxHybridError, TokenError, TraceError
 from jaxhybrid.traces.record import CallRecord, ColdSample, MemorySample, RunLog
 from jaxhybrid.traces.trajectory import TokenCall, TokenTrajectory
 
@@ -108,8 +108,8 @@ class _Running:
 class Replay:
     """One run of trajectories through an engine, recorded call by call in `log`.
 
-    `on_call` is told of every call that is done, `on_skip` of every one that failed. `stop` is asked between dispatches;
-    once it says yes the run ends, with what is done on record.
+    `on_call` is told of every call that is done, `on_skip` of every one that failed. `stop` is asked between
+    dispatches; once it says yes the run ends, with what is done on record.
     """
 
     def __init__(
@@ -217,14 +217,17 @@ class Replay:
         return {"sampling": Sampling(max_tokens=response.size), "forced": response}
 
     def _spliced(self, call: TokenCall, context: Int32[np.ndarray, " n"] | None) -> TokenCall:
-        """The call with its parent's context in the tokens it was made of, where the prompt only spells it otherwise."""
+        """The call with its parent's context in its own tokens, where the prompt has the same text in others."""
         history = call.prompt_ids[: call.turn_start]
         shared = 0 if context is None else common_prefix(history, context)
         if not self._options.splice or context is None or shared in (context.size, history.size):
             return call
         at = max(0, shared - OVERLAP)  # texts that begin alike need not be decoded whole to compare their ends
         known = Remembered((), context[at:].tolist())
-        spliced = splice_ids(history[at:].tolist(), known, self._engine.model.tokenizer.decode)
+        try:
+            spliced = splice_ids(history[at:].tolist(), known, self._engine.model.tokenizer.decode)
+        except TokenError:  # made up from block hashes, and not all of it in the vocabulary
+            return call
         prompt = np.concatenate([history[:at], np.array(spliced, np.int32), call.prompt_ids[call.turn_start :]])
         longer, message_start = prompt.size - call.prompt_ids.size, call.message_start
         if message_start is not None and message_start > shared:
