@@ -163,16 +163,19 @@ class ChatTokenizer:
         tools: Sequence[Tool] | None,
         switches: Switches | None,
     ) -> int:
-        """What the prompt shares with the same conversation with another message in front of its last one.
+        """What the prompt shares with a conversation that differs from it in the last message.
 
         The messages before it can't be rendered alone: without a new user's message many templates print the reasoning
-        before it. Where roles must alternate, the last message takes another content instead.
+        before it. So an assistant's message is put before a user's, unless roles must alternate; then, and for any
+        other message, it is the content that differs.
         """
         if len(messages) < 2:
             return 0
         *before, last = messages
-        another = {"role": "user" if last.get("role") == "assistant" else "assistant", "content": ""}
-        for conversation in ([*before, another, last], [*before, {**last, "content": ""}]):
+        conversations = [[*before, {**last, "content": ""}]]
+        if last.get("role") == "user":
+            conversations.insert(0, [*before, {"role": "assistant", "content": ""}, last])
+        for conversation in conversations:
             try:
                 text = self._template(tools).render(conversation, tools, switches, add_generation_prompt=False)
             except TemplateError:
