@@ -1,5 +1,6 @@
 """Matrix products with weights kept as published: [out, in]."""
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
@@ -8,10 +9,19 @@ from jaxtyping import Array, Float
 from jaxhybrid.layers.parameter import parameter
 
 
+# Rows up to which XLA:CPU multiplies W X^T faster than X W^T: half the time at 2 to 16 rows, level at 512.
+MAX_COLUMNS = 256
+
+
 def project(x: Float[Array, "*batch features"], weight: Float[Array, "out features"]) -> Float[Array, "*batch out"]:
     """x W^T. Leading dimensions are flattened: a single row then takes XLA:CPU's fast matrix-vector path."""
     rows = x.reshape(-1, x.shape[-1])
-    return jnp.einsum("ni,oi->no", rows, weight).reshape(*x.shape[:-1], weight.shape[0])
+    if 1 < rows.shape[0] <= MAX_COLUMNS and jax.default_backend() == "cpu":
+        # The barrier keeps XLA from turning the product around again.
+        out = jax.lax.optimization_barrier(jnp.einsum("oi,ni->on", weight, rows)).T
+    else:
+        out = jnp.einsum("ni,oi->no", rows, weight)
+    return out.reshape(*x.shape[:-1], weight.shape[0])
 
 
 class Linear(nnx.Module):
@@ -31,6 +41,6 @@ class StackedLinear(nnx.Module):
         self.weight = parameter((count, out, features), (None, out_axis, None), dtype)
 
     def __call__(self, x: Float[Array, "*batch features"]) -> Float[Array, "*batch count out"]:
-        rows = x.reshape(-1, x.shape[-1])
-        count, out, _ = self.weight.shape
-        return jnp.einsum("ni,coi->nco", rows, self.weight[...]).reshape(*x.shape[:-1], count, out)
+        count, out, features = self.weight.shape
+        # As one matrix: a product over the stack makes XLA:CPU transpose all of it at every call.
+        return project(x, self.weight[...].reshape(-1, features)).reshape(*x.shape[:-1], count, out)
