@@ -1,6 +1,7 @@
 """Loading a model and scoring tokens with it, without cache or engine."""
 
 import math
+import shutil
 from collections.abc import Sequence
 from functools import cached_property, partial
 from pathlib import Path
@@ -15,9 +16,10 @@ from jaxtyping import Array, Float, Int
 
 from jaxhybrid.checkpoint.fill import fill
 from jaxhybrid.checkpoint.fingerprint import config_fingerprint, weights_fingerprint
-from jaxhybrid.checkpoint.safetensors_folder import CheckpointFolder
+from jaxhybrid.checkpoint.orbax_folder import OrbaxFolder, is_orbax_folder, save_orbax
+from jaxhybrid.checkpoint.safetensors_folder import CheckpointFolder, read_config
 from jaxhybrid.config import ModelConfig
-from jaxhybrid.errors import TokenError
+from jaxhybrid.errors import ConfigError, TokenError
 from jaxhybrid.layers.decoder import Decoder, Execution, abstract_decoder
 from jaxhybrid.models import family_of
 from jaxhybrid.models.config_reader import ConfigReader
@@ -29,6 +31,9 @@ from jaxhybrid.state.layout import StateDtypes, StateLayout, layout_of
 if TYPE_CHECKING:
     from jaxhybrid.chat import ChatTokenizer
 
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json", "generation_config.json",
+)  # fmt: skip
 FORWARD_CHUNK = 512  # tokens per program call of `forward`: bounds its activations, not its length
 FORWARD_PAGE = 64
 
@@ -56,12 +61,26 @@ class Model:
     @cached_property
     def fingerprint(self) -> str:
         """SHA-256 over all tensors of the checkpoint."""
+        if is_orbax_folder(self.path):
+            return OrbaxFolder.open(self.path).fingerprint
         return weights_fingerprint(CheckpointFolder.open(self.path))
 
     @cached_property
     def config_fingerprint(self) -> str:
         """SHA-256 of the checkpoint's config.json."""
-        return config_fingerprint(CheckpointFolder.open(self.path).config)
+        return config_fingerprint(read_config(self.path))
+
+    def save(self, path: str | Path) -> None:
+        """Writes an Orbax folder that `load_model` reads, with the tokenizer's files beside the parameters.
+
+        The parameters are kept as they are laid out here (see `Execution`). Raises CheckpointError if the folder holds
+        a checkpoint already or cannot be written.
+        """
+        leaves = {leaf: variable[...] for leaf, variable in nnx.to_flat_state(self.parameters)}
+        save_orbax(path, leaves, read_config(self.path), self.fingerprint)
+        for name in TOKENIZER_FILES:
+            if (self.path / name).is_file():
+                shutil.copy(self.path / name, Path(path) / name)
 
     @cached_property
     def parameter_count(self) -> int:
@@ -73,29 +92,40 @@ class Model:
 
 
 def load_model(
-    path: str | Path, dtype: DTypeLike = "float32", state_dtype: str = "float32", execution: Execution | None = None
+    path: str | Path,
+    dtype: DTypeLike = "float32",
+    state_dtype: str = "float32",
+    mesh: jax.sharding.Mesh | None = None,
+    execution: Execution | None = None,
 ) -> Model:
-    """Reads a Hugging Face folder (config.json and safetensors in the published names).
+    """Reads a Hugging Face folder (config.json and safetensors in the published names), or one that `Model.save` wrote.
 
-    `dtype`: of weights, activations and token-indexed state. `state_dtype`: of recurrent state. Raises ConfigError for
-    an unknown `model_type`, key or option, CheckpointError naming every missing, unknown or misshapen tensor.
+    `dtype`: of weights, activations and token-indexed state. `state_dtype`: of recurrent state. `execution`: how
+    parameters are laid out, by default as the platform wants them. Raises ConfigError for an unknown `model_type`, key
+    or option, or for a mesh of several devices, which this version does not run on; CheckpointError naming every
+    missing, unknown or misshapen tensor.
     """
-    folder = CheckpointFolder.open(Path(path))
-    where = str(folder.path / "config.json")
-    family = family_of(folder.config, where)
-    values = dict(folder.config)
-    values.pop("model_type")
-    reader = ConfigReader(values, where)
+    if mesh is not None and mesh.size > 1:
+        raise ConfigError(f"expected one device, got a mesh of {mesh.size}: models are not sharded yet")
+    folder = Path(path)
+    values = dict(read_config(folder))
+    where = str(folder / "config.json")
+    family = family_of(values, where)
+    reader = ConfigReader({key: value for key, value in values.items() if key != "model_type"}, where)
     config: ModelConfig = family.translate(reader)
     reader.finish()
     execution = execution or Execution.for_platform(jax.default_backend())
     graph, abstract = nnx.split(abstract_decoder(config, execution, dtype))
-    table = WeightTable(config, execution)
-    family.weights(table, config)
     flat = nnx.to_flat_state(abstract)
-    leaves = fill({leaf: jax.ShapeDtypeStruct(v.shape, v.dtype) for leaf, v in flat}, table.rules, folder)
+    wanted = {leaf: jax.ShapeDtypeStruct(variable.shape, variable.dtype) for leaf, variable in flat}
+    if is_orbax_folder(folder):
+        leaves = OrbaxFolder.open(folder).load(wanted)
+    else:
+        table = WeightTable(config, execution)
+        family.weights(table, config)
+        leaves = fill(wanted, table.rules, CheckpointFolder.open(folder))
     parameters = nnx.from_flat_state([(leaf, variable.replace(leaves[leaf])) for leaf, variable in flat])
-    return Model(config, graph, parameters, StateDtypes(state_dtype, jnp.dtype(dtype).name), folder.path)
+    return Model(config, graph, parameters, StateDtypes(state_dtype, jnp.dtype(dtype).name), folder)
 
 
 def check_tokens(token_ids: Sequence[int] | Int[np.ndarray, " T"], config: ModelConfig) -> Int[np.ndarray, " T"]:
