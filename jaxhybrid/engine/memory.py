@@ -193,15 +193,19 @@ class StateMemory:
         return self.pool.reserve(bundle, tokens)
 
     def _evict(self, for_slot: bool) -> bool:
-        """Drops the least recently used checkpoint whose going frees a slot, or a page; False if there is none."""
-        for checkpoint in self.index:
-            if checkpoint.pinned:
-                return False
-            if self.pool.frees_slot(checkpoint.payload) if for_slot else self.pool.frees_page(checkpoint.payload):
-                self.pool.release(self.index.remove(checkpoint))
-                self.events.evictions += 1
-                return True
-        return False
+        """Drops the least recently used checkpoint whose going frees a slot, or a page; False if there is none.
+
+        Checkpoints may share pages among themselves: where no single one frees any, the least recently used goes.
+        """
+        unpinned = [checkpoint for checkpoint in self.index if not checkpoint.pinned]
+        frees = self.pool.frees_slot if for_slot else self.pool.frees_page
+        last_resort = None if for_slot else next(iter(unpinned), None)
+        checkpoint = next((each for each in unpinned if frees(each.payload)), last_resort)
+        if checkpoint is None:
+            return False
+        self.pool.release(self.index.remove(checkpoint))
+        self.events.evictions += 1
+        return True
 
     def advance(self, job: Job, step: Reservation, tokens: Int32[np.ndarray, " n"]) -> None:
         """A step is done: the sequence holds `tokens` more, and is retained where the policy says so."""

@@ -43,6 +43,7 @@ class Progress:
         self._clock = clock
         self._began = self._last_line = clock()
         self._before = done
+        self._printed: tuple[int, int] | None = None
         self._computed = self._resumed = self._prompt = 0
         self._bar: rich.progress.Progress | None = None
         self._task = rich.progress.TaskID(0)
@@ -96,11 +97,12 @@ class Progress:
     ) -> None:
         if self._bar is not None:
             self._bar.stop()
-        else:
+        elif self._printed != (self.done, self.skipped):
             self._print_line()
 
     def _print_line(self) -> None:
         self._last_line = self._clock()
+        self._printed = self.done, self.skipped
         self._console.print(Text(self.status()), soft_wrap=True)
 
 

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 from jaxtyping import Int32
 
-from jaxhybrid.errors import TemplateError, TraceError
+from jaxhybrid.errors import TemplateError, TokenError, TraceError
 from jaxhybrid.traces.block_tokens import TokenSource, block_token_ids
 from jaxhybrid.traces.trajectory import (
     BlockCall,
@@ -73,7 +73,7 @@ def tokenise(
     depend on `seed`, the trajectory's scope and the hash alone; their turns start at the prompt's end too.
 
     Prompts that a later call extends are views of its array. Raises TraceError, with the place, for a conversation that
-    the template refuses and for a prompt that comes to no tokens at all.
+    the template refuses, text that is none, and a prompt that comes to no tokens at all.
     """
     calls = trajectory.calls
     blocks = [call for call in calls if isinstance(call, BlockCall)]
@@ -111,7 +111,7 @@ def _render_all(trajectory: Trajectory, tokenizer: Tokenizer, switches: Mapping[
     for index, call in enumerate(trajectory.calls):
         try:
             new = _render(call, tokenizer, switches)
-        except TemplateError as error:
+        except (TemplateError, TokenError) as error:
             raise TraceError(f"{trajectory.source}: call {index}: {error}") from error
         if len(new.prompt) == 0:
             raise TraceError(f"{trajectory.source}: call {index}: expected a prompt, got no tokens")
