@@ -32,8 +32,12 @@ if TYPE_CHECKING:
     from jaxhybrid.chat import ChatTokenizer
 
 TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json", "generation_config.json",
-)  # fmt: skip
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "special_tokens_map.json",
+    "generation_config.json",
+)
 FORWARD_CHUNK = 512  # tokens per program call of `forward`: bounds its activations, not its length
 FORWARD_PAGE = 64
 

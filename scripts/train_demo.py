@@ -50,7 +50,7 @@ def _train(out: Path, work: Path) -> None:
     from jaxhybrid.demo.training import Recipe
     from jaxhybrid.demo.training_run import prepare, train
 
-    recipe = Recipe() if _STEPS.value is None else replace(Recipe(), steps=_STEPS.value, decay_steps=_STEPS.value // 4)
+    recipe = Recipe() if _STEPS.value is None else replace(Recipe(), steps=_STEPS.value, decay_steps=_STEPS.value // 5)
     work.mkdir(parents=True, exist_ok=True)
     tokenizer, stream = prepare(recipe)
     parameters = train(recipe, stream, work / "training.npz", print)

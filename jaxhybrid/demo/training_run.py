@@ -57,6 +57,7 @@ def train(
                 report(f"step {done} of {recipe.steps}: {values}, {pace:.0f} tokens/s")
             if done % SAVE_EVERY == 0 or done == recipe.steps:
                 _save(checkpoint, done, (parameters, state))
+    report(f"{done - first} steps took {time.process_time() / 60:.0f} CPU minutes")
     return parameters
 
 

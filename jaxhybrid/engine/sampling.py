@@ -1,5 +1,6 @@
 """How the next token is chosen: what a caller asks for, and the choice itself, on the device."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -37,13 +38,15 @@ class Sampling:
     def __post_init__(self) -> None:
         checks = {
             "max_tokens": self.max_tokens >= 1,
-            "temperature": self.temperature >= 0,
+            "temperature": 0 <= self.temperature < math.inf,
             "top_k": self.top_k >= 0,
             "top_p": 0 < self.top_p <= 1,
             "min_p": 0 <= self.min_p <= 1,
-            "repetition_penalty": self.repetition_penalty > 0,
+            "repetition_penalty": 0 < self.repetition_penalty < math.inf,
+            "presence_penalty": math.isfinite(self.presence_penalty),
+            "frequency_penalty": math.isfinite(self.frequency_penalty),
             "seed": 0 <= self.seed < 2**32,
-            "stop": all(self.stop),
+            "stop": not isinstance(self.stop, str) and all(self.stop),
         }
         wrong = [f"{name}={getattr(self, name)!r}" for name, fine in checks.items() if not fine]
         if wrong:
