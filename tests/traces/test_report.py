@@ -402,8 +402,16 @@ def test_progress_prints_lines_where_there_is_no_terminal() -> None:
     assert screen.getvalue().splitlines() == [
         "4/6 calls, 23.5 tok/s, 90.0 % reused, 0:12 left",
         "6/6 calls, 23.5 tok/s, 90.0 % reused, took 0:24",
-        "6/6 calls, 23.5 tok/s, 90.0 % reused, took 0:24",
     ]
+
+
+def test_progress_waits_for_no_call_that_was_skipped() -> None:
+    screen = io.StringIO()
+    with Progress(7, Console(file=screen, width=80), clock=lambda: 2.0) as progress:
+        progress.update(call("a", 0))
+        progress.skip()
+        progress.skip(5)
+    assert screen.getvalue().startswith("1/1 calls, 6 skipped, ")
 
 
 def test_progress_draws_a_bar_on_a_terminal() -> None:
