@@ -38,7 +38,7 @@ def main(_: list[str]) -> None:
     engine = jh.Engine(model, config)
     parent = engine.prefill(np.random.default_rng(0).integers(3, model.config.vocab_size, LENGTH.value))
     before = engine.stats()
-    _, first = branch(engine, parent)
+    first = branch(engine, parent)[1]
     after = engine.stats()
     page = model.layout.bytes_per_token * config.page_size
     copied = (after.kv_bytes_copied - before.kv_bytes_copied) / CHILDREN.value
@@ -95,7 +95,7 @@ def elapsed(action: Callable[[], object]) -> float:
 
 
 def median(seconds: Callable[[], float]) -> float:
-    return statistics.median([seconds() for _ in range(REPEATS.value + 1)][1:])
+    return statistics.median([seconds() for _repeat in range(REPEATS.value + 1)][1:])
 
 
 if __name__ == "__main__":

@@ -37,7 +37,10 @@ def page_copies(steps: Sequence[Reservation]) -> tuple[Int32[np.ndarray, " N"], 
 
 @cache
 def chunk_plan(tokens: int, buckets: tuple[int, ...]) -> tuple[int, ...]:
-    """Chunk sizes that prefill `tokens` at the least cost, where a chunk costs its padded size and a fixed share."""
+    """Chunk sizes that prefill `tokens` at the least cost, where a chunk costs its padded size and a fixed share.
+
+    What fills the largest chunk four times over is not planned to its end: the plan is that chunk alone.
+    """
     largest = buckets[-1]
     if tokens > largest:
         return (largest, *chunk_plan(tokens - largest, buckets)) if tokens < 4 * largest else (largest,)

@@ -20,15 +20,14 @@ class Attention(nnx.Module):
     def __init__(self, spec: AttentionSpec, hidden: int, eps: float, zero_centred: bool, dtype: DTypeLike) -> None:
         self.spec = spec
         width, kv_width = spec.num_attention_heads * spec.head_dim, spec.num_key_value_heads * spec.head_dim
-        self.q_proj = Linear(hidden, width, ("heads", None), dtype)
+        # With an output gate, the rows of all queries and then those of all gates.
+        self.q_proj = Linear(hidden, 2 * width if spec.output_gate else width, ("heads", None), dtype)
         self.k_proj = Linear(hidden, kv_width, ("kv_heads", None), dtype)
         self.v_proj = Linear(hidden, kv_width, ("kv_heads", None), dtype)
         self.o_proj = Linear(width, hidden, (None, "heads"), dtype)
         if spec.qk_norm:
             self.q_norm = RmsNorm(spec.head_dim, eps, dtype, zero_centred)
             self.k_norm = RmsNorm(spec.head_dim, eps, dtype, zero_centred)
-        if spec.output_gate:
-            self.gate_proj = Linear(hidden, width, ("heads", None), dtype)
 
     def __call__(
         self,
@@ -39,7 +38,9 @@ class Attention(nnx.Module):
         max_length: int | None,
     ) -> tuple[Float[Array, "B T D"], dict[str, Array]]:
         spec, (rows, steps, _) = self.spec, x.shape
-        q = self.q_proj(x).reshape(rows, steps, spec.num_attention_heads, spec.head_dim)
+        queries = self.q_proj(x)
+        width = spec.num_attention_heads * spec.head_dim
+        q = queries[..., :width].reshape(rows, steps, spec.num_attention_heads, spec.head_dim)
         k = self.k_proj(x).reshape(rows, steps, spec.num_key_value_heads, spec.head_dim)
         v = self.v_proj(x).reshape(rows, steps, spec.num_key_value_heads, spec.head_dim)
         if spec.qk_norm:
@@ -53,5 +54,5 @@ class Attention(nnx.Module):
         )  # fmt: skip
         out = out.astype(x.dtype).reshape(rows, steps, -1)
         if spec.output_gate:
-            out = out * jax.nn.sigmoid(self.gate_proj(x).astype(jnp.float32)).astype(x.dtype)
+            out = out * jax.nn.sigmoid(queries[..., width:].astype(jnp.float32)).astype(x.dtype)
         return self.o_proj(out), {"k": keys, "v": values}

@@ -203,7 +203,6 @@ class Decoder(nnx.Module):
         weight = self.embed_tokens[...] if self.config.tie_word_embeddings else self.lm_head.weight[...]
         return project(outputs, weight).astype(jnp.float32)
 
-
     def predict_further(
         self,
         following: Int[Array, "B T"],

@@ -8,7 +8,6 @@ from jaxtyping import Array, Float
 
 from jaxhybrid.layers.parameter import parameter
 
-
 # Rows up to which XLA:CPU multiplies W X^T faster than X W^T: half the time at 2 to 16 rows, level at 512.
 MAX_COLUMNS = 256
 

@@ -30,12 +30,12 @@ class ConfigReader:
         found = {name: self._left.pop(name) for name in names if name in self._left}
         if not found:
             if default is ...:
-                raise ConfigError(f"{self._where}: expected key {' or '.join(map(repr, names))}, found neither")
+                raise self.error(f"expected key {' or '.join(map(repr, names))}, found none")
             return default
         first, *others = found.items()
         for name, value in others:
             if value != first[1]:
-                raise ConfigError(f"{self._where}: {first[0]}={first[1]!r} contradicts {name}={value!r}")
+                raise self.error(f"{first[0]}={first[1]!r} contradicts {name}={value!r}")
         return first[1]
 
     def require(self, name: str, *allowed: Any, default: Any = ...) -> None:
@@ -43,27 +43,39 @@ class ConfigReader:
         value = self.take(name, default=allowed[0] if default is ... else default)
         if value not in allowed:
             options = " or ".join(map(repr, allowed))
-            raise ConfigError(f"{self._where}: {name}={value!r} is not supported, expected {options}")
+            raise self.error(f"{name}={value!r} is not supported, expected {options}")
 
-    def rope(self) -> dict[str, Any]:
-        """`rope_parameters`, or the older `rope_theta` + `rope_scaling` + `partial_rotary_factor`, as one dict."""
-        merged: dict[str, Any] = {}
-        for name in ("rope_parameters", "rope_scaling"):
-            merged.update(self.take(name, default=None) or {})
+    def nested(self, name: str) -> "ConfigReader":
+        """A reader of the object under that key."""
+        value = self.take(name)
+        if not isinstance(value, Mapping):
+            raise self.error(f"{name}: expected an object, got {value!r}")
+        return ConfigReader(value, f"{self._where}: {name}")
+
+    def rope(self) -> "ConfigReader":
+        """A reader of `rope_parameters`, or of the older `rope_theta`, `rope_scaling` and `partial_rotary_factor`."""
+        sources = [self.take(name, default=None) or {} for name in ("rope_parameters", "rope_scaling")]
         for name in ("rope_theta", "partial_rotary_factor"):
             value = self.take(name, default=None)
-            if value is not None:
-                merged.setdefault(name, value)
-        kind = merged.pop("rope_type", None) or merged.pop("type", None) or "default"
-        merged.pop("type", None)
-        if kind != "default":
-            raise ConfigError(f"{self._where}: rope type {kind!r} is not supported, expected 'default'")
-        return merged
+            sources.append({} if value is None else {name: value})
+        merged: dict[str, Any] = {}
+        for source in sources:
+            for name, value in source.items():
+                key = "rope_type" if name == "type" else name
+                if merged.setdefault(key, value) != value:
+                    raise self.error(f"{key}={merged[key]!r} contradicts {name}={value!r}")
+        rope = ConfigReader(merged, f"{self._where}: rope parameters")
+        rope.require("rope_type", "default")
+        return rope
+
+    def error(self, message: str) -> ConfigError:
+        """An error that names the file."""
+        return ConfigError(f"{self._where}: {message}")
 
     def finish(self) -> None:
         unknown = sorted(set(self._left) - INERT_KEYS)
         if unknown:
-            raise ConfigError(f"{self._where}: unknown keys {', '.join(unknown)}: what they change is not known")
+            raise self.error(f"unknown keys {', '.join(unknown)}: what they change is not known")
 
 
 def end_tokens(value: int | list[int] | None) -> tuple[int, ...]:

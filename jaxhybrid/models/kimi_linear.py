@@ -14,7 +14,6 @@ from jaxhybrid.config import (
     ModelConfig,
     MoeSpec,
 )
-from jaxhybrid.errors import ConfigError
 from jaxhybrid.models.config_reader import ConfigReader, end_tokens
 from jaxhybrid.models.weight_table import Convert, LayerPlace, WeightTable, trunk_weights
 
@@ -24,12 +23,12 @@ MODEL_TYPES = ("kimi_linear",)
 def translate(read: ConfigReader) -> ModelConfig:
     """A published config.json as a ModelConfig. Raises ConfigError naming the key that is missing or unsupported."""
     layer_count = read.take("num_hidden_layers")
-    linear = ConfigReader(read.take("linear_attn_config"), "linear_attn_config")
+    linear = read.nested("linear_attn_config")
     latent_layers = set(linear.take("full_attn_layers"))
     delta_layers = set(linear.take("kda_layers"))
     if latent_layers | delta_layers != set(range(1, layer_count + 1)) or latent_layers & delta_layers:
-        raise ConfigError(
-            f"linear_attn_config: kda_layers and full_attn_layers must share out layers 1 to {layer_count}, "
+        raise linear.error(
+            f"kda_layers and full_attn_layers must share out layers 1 to {layer_count}, "
             f"got {sorted(delta_layers)} and {sorted(latent_layers)}"
         )
     delta = KimiDeltaSpec(linear.take("num_heads"), linear.take("head_dim"), linear.take("short_conv_kernel_size"))

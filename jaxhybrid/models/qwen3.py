@@ -16,11 +16,14 @@ def translate(read: ConfigReader) -> ModelConfig:
     read.require("use_sliding_window", False)
     read.take("sliding_window", default=None)
     read.require("layer_types", ["full_attention"] * layer_count)
+    rope = read.rope()
+    theta = float(rope.take("rope_theta"))
+    rope.finish()
     attention = AttentionSpec(
         num_attention_heads=read.take("num_attention_heads"),
         num_key_value_heads=read.take("num_key_value_heads"),
         head_dim=head_dim,
-        rope=RopeSpec(float(read.rope()["rope_theta"]), head_dim),
+        rope=RopeSpec(theta, head_dim),
         qk_norm=True,
         output_gate=False,
     )

@@ -13,7 +13,6 @@ from jaxhybrid.config import (
     MoeSpec,
     RopeSpec,
 )
-from jaxhybrid.errors import ConfigError
 from jaxhybrid.models.config_reader import ConfigReader, end_tokens
 from jaxhybrid.models.weight_table import LayerPlace, WeightTable, rows, trunk_weights
 
@@ -28,7 +27,7 @@ def translate(read: ConfigReader) -> ModelConfig:
         "linear_attention" if (number + 1) % interval else "full_attention" for number in range(layer_count)
     ]
     if len(types) != layer_count or not set(types) <= {"linear_attention", "full_attention"}:
-        raise ConfigError(f"layer_types: expected {layer_count} of linear_attention or full_attention, got {types}")
+        raise read.error(f"layer_types: expected {layer_count} of linear_attention or full_attention, got {types}")
     attention, delta = _attention_spec(read), _delta_spec(read)
     moe, dense = _moe_spec(read), DenseSpec(read.take("intermediate_size"))
     step, dense_layers = read.take("decoder_sparse_step", default=1), read.take("mlp_only_layers", default=[])
@@ -57,6 +56,8 @@ def translate(read: ConfigReader) -> ModelConfig:
 def _attention_spec(read: ConfigReader) -> AttentionSpec:
     head_dim = read.take("head_dim")
     rope = read.rope()
+    rotated = RopeSpec(float(rope.take("rope_theta")), int(head_dim * rope.take("partial_rotary_factor", default=0.25)))
+    rope.finish()
     read.require("attention_bias", False)
     read.require("use_sliding_window", False)
     read.take("sliding_window", default=None)
@@ -64,7 +65,7 @@ def _attention_spec(read: ConfigReader) -> AttentionSpec:
         num_attention_heads=read.take("num_attention_heads"),
         num_key_value_heads=read.take("num_key_value_heads"),
         head_dim=head_dim,
-        rope=RopeSpec(float(rope["rope_theta"]), int(head_dim * rope.get("partial_rotary_factor", 0.25))),
+        rope=rotated,
         qk_norm=True,
         output_gate=True,
     )
@@ -117,15 +118,14 @@ def _delta(place: LayerPlace, prefix: str, spec: GatedDeltaNetSpec) -> None:
     packed = np.arange(groups * (2 * key + 2 * value)).reshape(groups, -1)
     q, k, v, z = np.split(packed, [key, 2 * key, 2 * key + value], axis=1)
     b, a = np.split(np.arange(groups * 2 * ratio).reshape(groups, -1), 2, axis=1)
-    qkv = np.concatenate([part.ravel() for part in (q, k, v)])
-    for name, height, leaf, select in (
-        ("in_proj_qkvz", packed.size, "in_proj_qkv", qkv),
-        ("in_proj_qkvz", packed.size, "in_proj_z", z.ravel()),
-        ("in_proj_ba", 2 * spec.num_value_heads, "in_proj_b", b.ravel()),
-        ("in_proj_ba", 2 * spec.num_value_heads, "in_proj_a", a.ravel()),
-    ):
-        shape = (height, place.hidden)
-        place.add(f"{prefix}.{name}.weight", "mixer", leaf, "weight", shape=shape, convert=rows(select))
+    flat = {
+        "in_proj_qkvz": np.concatenate([part.ravel() for part in (q, k, v, z)]),
+        "in_proj_ba": np.concatenate([part.ravel() for part in (b, a)]),
+    }
+    for name, order in flat.items():
+        place.add(
+            f"{prefix}.{name}.weight", "mixer", name, "weight", convert=rows(order), shape=(order.size, place.hidden)
+        )
     place.add(f"{prefix}.conv1d.weight", "mixer", "conv", shape=(spec.conv_dim, 1, spec.conv_kernel_size))
     place.add(f"{prefix}.A_log", "mixer", "A_log")
     place.add(f"{prefix}.dt_bias", "mixer", "dt_bias")
@@ -136,11 +136,9 @@ def _delta(place: LayerPlace, prefix: str, spec: GatedDeltaNetSpec) -> None:
 def _gated_attention(place: LayerPlace, prefix: str, spec: AttentionSpec) -> None:
     """q_proj holds, head by head, the query rows and then the output gate's."""
     packed = np.arange(spec.num_attention_heads * 2 * spec.head_dim).reshape(spec.num_attention_heads, 2, -1)
-    for part, leaf in enumerate(("q_proj", "gate_proj")):
-        place.add(
-            f"{prefix}.q_proj.weight", "mixer", leaf, "weight",
-            shape=(packed.size, place.hidden), convert=rows(packed[:, part].ravel()),
-        )  # fmt: skip
+    order = packed.swapaxes(0, 1).ravel()
+    name = f"{prefix}.q_proj.weight"
+    place.add(name, "mixer", "q_proj", "weight", convert=rows(order), shape=(order.size, place.hidden))
     for name in ("k_proj", "v_proj", "o_proj", "q_norm", "k_norm"):
         place.add(f"{prefix}.{name}.weight", "mixer", name, "weight")
 

@@ -30,7 +30,7 @@ def draws(logits: np.ndarray, **options) -> np.ndarray:
 def distribution(
     logits: np.ndarray, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
 ) -> np.ndarray:
-    """Best first: the top k; of what is left, the fewest that reach top_p together; of those, at least min_p of best."""
+    """Best first: the top k; of what is left the fewest that reach top_p together, if at least min_p of the best."""
     weights = np.exp(logits.astype(np.float64) / temperature)
     order = np.argsort(-weights, kind="stable")
     kept = order[: top_k or None]
