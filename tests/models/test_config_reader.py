@@ -1,0 +1,105 @@
+"""Published configurations are read key by key; whatever nobody reads, or nothing implements, is named."""
+
+import pytest
+
+from jaxhybrid.errors import ConfigError
+from jaxhybrid.models.config_reader import INERT_KEYS, ConfigReader, end_tokens
+
+WHERE = "folder/config.json"
+
+
+def reader(**values: object) -> ConfigReader:
+    return ConfigReader(values, WHERE)
+
+
+def refused(action, *arguments, **options) -> str:
+    with pytest.raises(ConfigError) as caught:
+        action(*arguments, **options)
+    return str(caught.value)
+
+
+def test_a_key_is_taken_once() -> None:
+    read = reader(width=3)
+    assert read.take("width") == 3
+    assert refused(read.take, "width") == f"{WHERE}: expected key 'width', found none"
+
+
+def test_a_missing_key_has_its_default_or_is_named_in_all_spellings() -> None:
+    assert reader().take("width", default=None) is None
+    assert refused(reader().take, "num_experts", "n_experts") == (
+        f"{WHERE}: expected key 'num_experts' or 'n_experts', found none"
+    )
+
+
+def test_spellings_of_one_thing_must_agree() -> None:
+    read = reader(n_experts=4, num_experts=4)
+    assert read.take("num_experts", "n_experts") == 4
+    read.finish()
+    message = refused(reader(n_experts=5, num_experts=4).take, "num_experts", "n_experts")
+    assert message == f"{WHERE}: num_experts=4 contradicts n_experts=5"
+
+
+def test_an_option_must_be_one_of_those_implemented() -> None:
+    reader(hidden_act="silu").require("hidden_act", "silu")
+    reader().require("hidden_act", "silu")
+    reader(flag=False).require("flag", True, False)
+    message = refused(reader(hidden_act="gelu").require, "hidden_act", "silu", "swish")
+    assert message == f"{WHERE}: hidden_act='gelu' is not supported, expected 'silu' or 'swish'"
+    assert "heads=4" in refused(reader(heads=4).require, "heads", 8, default=8)
+
+
+def test_keys_that_nobody_took_are_named_unless_they_change_no_forward_pass() -> None:
+    read = reader(width=3, sparse_window=1, attention_dropout=0.1, another=2, torch_dtype="bfloat16")
+    read.take("width")
+    assert refused(read.finish) == f"{WHERE}: unknown keys another, sparse_window: what they change is not known"
+    assert "width" not in INERT_KEYS
+
+
+def test_a_nested_object_is_named_in_its_errors() -> None:
+    nested = reader(inner={"a": 1, "b": 2}).nested("inner")
+    assert nested.take("a") == 1
+    assert refused(nested.take, "c") == f"{WHERE}: inner: expected key 'c', found none"
+    assert refused(nested.finish).startswith(f"{WHERE}: inner: unknown keys b")
+    assert refused(reader(inner=[1]).nested, "inner") == f"{WHERE}: inner: expected an object, got [1]"
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        {"rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        {"rope_theta": 1e4, "partial_rotary_factor": 0.5, "rope_scaling": None},
+        {"rope_theta": 1e4, "partial_rotary_factor": 0.5, "rope_scaling": {"type": "default"}},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+        {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}, "rope_theta": 10000},
+    ],
+)
+def test_spellings_of_rope(spelling: dict) -> None:
+    read = reader(**spelling)
+    rope = read.rope()
+    assert (rope.take("rope_theta"), rope.take("partial_rotary_factor")) == (1e4, 0.5)
+    rope.finish()
+    read.finish()
+
+
+@pytest.mark.parametrize(
+    ("spelling", "message"),
+    [
+        ({"rope_parameters": {"rope_theta": 1e6}, "rope_theta": 1e4}, "rope_theta=1000000.0 contradicts"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4}}, "rope parameters: rope_type='yarn' is not supported"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "rope parameters: rope_type='linear' is not supported"),
+    ],
+)
+def test_rope_that_contradicts_itself_or_is_not_implemented(spelling: dict, message: str) -> None:
+    found = refused(reader(**spelling).rope)
+    assert found.startswith(f"{WHERE}: ")
+    assert message in found
+
+
+def test_rope_options_that_nobody_read_are_named() -> None:
+    assert "rope parameters: unknown keys factor" in refused(reader(rope_scaling={"factor": 2.0}).rope().finish)
+
+
+def test_end_tokens() -> None:
+    assert end_tokens(None) == ()
+    assert end_tokens(0) == (0,)
+    assert end_tokens([2, 5]) == (2, 5)

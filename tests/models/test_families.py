@@ -1,0 +1,272 @@
+"""Each family's translation of a published config.json, and its table of tensor names."""
+
+import copy
+import json
+import math
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors import safe_open
+
+import jaxhybrid as jh
+from jaxhybrid.config import AttentionSpec, DenseSpec, ModelConfig, MoeSpec, RopeSpec
+from jaxhybrid.errors import ConfigError
+from jaxhybrid.layers.decoder import Execution, abstract_decoder
+from jaxhybrid.models import FAMILIES, family_of
+from jaxhybrid.models.config_reader import INERT_KEYS, ConfigReader
+from jaxhybrid.models.weight_table import WeightTable
+from jaxhybrid.state.arrays import pool_arrays
+from jaxhybrid.state.batch import BatchAddress
+
+ROOT = Path(__file__).parents[2]
+GOLDENS = ROOT / "tests" / "goldens"
+NAMES = sorted(folder.parent.name for folder in GOLDENS.glob("*/golden.npz"))
+PUBLISHED = {
+    "kimi_linear": "kimi-linear-48b-a3b",
+    "qwen3_next": "qwen3-next-80b-a3b",
+    "qwen3": "qwen3-8b",
+}
+WHERE = "here/config.json"
+
+
+def published(model_type: str) -> dict:
+    return json.loads((ROOT / "configs" / f"{PUBLISHED[model_type]}.json").read_text())
+
+
+def translate(values: dict) -> ModelConfig:
+    family = family_of(values, WHERE)
+    reader = ConfigReader({key: value for key, value in values.items() if key != "model_type"}, WHERE)
+    config = family.translate(reader)
+    reader.finish()
+    return config
+
+
+def refused(values: dict) -> str:
+    with pytest.raises(ConfigError) as caught:
+        translate(values)
+    return str(caught.value)
+
+
+def test_every_family_has_a_published_configuration() -> None:
+    assert set(FAMILIES) == set(PUBLISHED)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "billions"), [("kimi_linear", (47, 50)), ("qwen3_next", (78, 82)), ("qwen3", (8.19, 8.192))]
+)
+def test_a_published_configuration_has_the_published_number_of_parameters(
+    model_type: str, billions: tuple[float, float]
+) -> None:
+    decoder = abstract_decoder(translate(published(model_type)), Execution(True, True), "bfloat16")
+    count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.split(decoder)[1]))
+    assert billions[0] < count / 1e9 < billions[1]
+
+
+def test_kimi_linear_as_published() -> None:
+    config = translate(published("kimi_linear"))
+    latent = [number for number, layer in enumerate(config.layers, 1) if layer.mixer.kind == "latent_attention"]
+    assert latent == [4, 8, 12, 16, 20, 24, 27]
+    assert [layer.ffn.kind for layer in config.layers] == ["dense", *["moe"] * 26]
+    moe = config.layers[1].ffn
+    assert isinstance(moe, MoeSpec)
+    assert (moe.scoring, moe.routed_scaling_factor, moe.shared_expert_gate) == ("sigmoid", 2.446, False)
+    assert not config.zero_centred_norms
+
+
+def test_qwen3_next_as_published() -> None:
+    config = translate(published("qwen3_next"))
+    kinds = [layer.mixer.kind for layer in config.layers]
+    assert kinds == ["gated_delta_net", "gated_delta_net", "gated_delta_net", "attention"] * 12
+    attention = config.layers[3].mixer
+    assert isinstance(attention, AttentionSpec)
+    assert (attention.rope, attention.output_gate, attention.qk_norm) == (RopeSpec(1e7, 64), True, True)
+    assert config.zero_centred_norms
+
+
+def test_qwen3_as_published() -> None:
+    config = translate(published("qwen3"))
+    assert set(config.layers) == {config.layers[0]}
+    attention = config.layers[0].mixer
+    assert isinstance(attention, AttentionSpec)
+    assert (attention.rope, attention.output_gate, attention.qk_norm) == (RopeSpec(1e6, 128), False, True)
+
+
+@pytest.mark.parametrize("value", ["gpt_oss", None])
+def test_an_unknown_model_type_is_named_with_the_known_ones(value: str | None) -> None:
+    with pytest.raises(ConfigError) as caught:
+        family_of({"model_type": value} if value else {}, WHERE)
+    assert str(caught.value) == (
+        f"{WHERE}: unknown model_type '{value}', expected one of kimi_linear, qwen3, qwen3_next"
+    )
+
+
+@pytest.mark.parametrize("model_type", sorted(PUBLISHED))
+def test_unknown_keys_are_named(model_type: str) -> None:
+    message = refused(published(model_type) | {"attention_sinks": True})
+    assert message.startswith(f"{WHERE}: unknown keys attention_sinks")
+
+
+# Keys a published file may leave out; keys that say nothing of the forward pass aside.
+OPTIONAL = {
+    "kimi_linear": {
+        *("head_dim", "num_key_value_heads", "q_lora_rank", "mla_use_nope", "first_k_dense_replace", "moe_layer_freq"),
+        *("num_shared_experts", "moe_router_activation_func", "moe_renormalize", "routed_scaling_factor"),
+        *("use_grouped_topk", "num_expert_group", "topk_group", "num_nextn_predict_layers", "hidden_act"),
+        *("rope_theta", "rope_scaling", "tie_word_embeddings"),
+    },
+    "qwen3_next": {
+        *("full_attention_interval", "attention_bias", "partial_rotary_factor", "rope_scaling", "decoder_sparse_step"),
+        *("mlp_only_layers", "norm_topk_prob", "hidden_act", "use_sliding_window", "tie_word_embeddings"),
+    },
+    "qwen3": {
+        *("attention_bias", "rope_scaling", "hidden_act", "use_sliding_window", "sliding_window"),
+        "tie_word_embeddings",
+    },
+}
+
+
+@pytest.mark.parametrize("model_type", sorted(PUBLISHED))
+def test_every_missing_key_is_named_or_has_a_default(model_type: str) -> None:
+    values = published(model_type)
+    for key in values.keys() - {"model_type"}:
+        left = {name: value for name, value in values.items() if name != key}
+        if key in OPTIONAL[model_type] | INERT_KEYS:
+            assert translate(left).hidden_size == values["hidden_size"]
+        else:
+            message = refused(left)
+            assert message.startswith(f"{WHERE}: ")
+            assert repr(key) in message
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "named"),
+    [
+        ("kimi_linear", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ("kimi_linear", {"mla_use_nope": False}, "mla_use_nope=False"),
+        ("kimi_linear", {"moe_layer_freq": 2}, "moe_layer_freq=2"),
+        ("kimi_linear", {"moe_router_activation_func": "softmax"}, "moe_router_activation_func='softmax'"),
+        ("kimi_linear", {"num_key_value_heads": 8}, "num_key_value_heads=8"),
+        ("kimi_linear", {"rope_scaling": {"type": "yarn"}}, "rope_type='yarn'"),
+        ("qwen3_next", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ("qwen3_next", {"attention_bias": True}, "attention_bias=True"),
+        ("qwen3_next", {"use_sliding_window": True}, "use_sliding_window=True"),
+        ("qwen3_next", {"rope_scaling": {"rope_type": "yarn"}}, "rope_type='yarn'"),
+        ("qwen3_next", {"layer_types": ["full_attention"] * 47}, "layer_types"),
+        ("qwen3_next", {"layer_types": ["mamba"] * 48}, "layer_types"),
+        ("qwen3", {"hidden_act": "relu"}, "hidden_act='relu'"),
+        ("qwen3", {"attention_bias": True}, "attention_bias=True"),
+        ("qwen3", {"use_sliding_window": True}, "use_sliding_window=True"),
+        ("qwen3", {"layer_types": ["sliding_attention"] * 36}, "layer_types="),
+        ("qwen3", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type='yarn'"),
+        ("kimi_linear", {"num_experts_per_tok": 4}, "num_experts_per_token=8 contradicts num_experts_per_tok=4"),
+        ("kimi_linear", {"n_shared_experts": 2}, "num_shared_experts=1 contradicts n_shared_experts=2"),
+        ("kimi_linear", {"max_position_embeddings": 9}, "model_max_length=1048576 contradicts"),
+        ("qwen3", {"rope_parameters": {"rope_theta": 5.0}}, "rope_theta=5.0 contradicts rope_theta=1000000"),
+    ],
+)
+def test_unsupported_and_contradictory_options_are_named(model_type: str, changes: dict, named: str) -> None:
+    message = refused(published(model_type) | changes)
+    assert message.startswith(f"{WHERE}: ")
+    assert named in message
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"kda_layers": [1, 2, 3]},
+        {"full_attn_layers": [3, 4, 8, 12, 16, 20, 24, 27]},
+        {"full_attn_layers": [4, 8, 12, 16, 20, 24, 27, 28]},
+    ],
+    ids=["a layer of neither", "a layer of both", "a layer too many"],
+)
+def test_kimi_layer_lists_must_share_out_the_layers(changes: dict) -> None:
+    values = published("kimi_linear")
+    values["linear_attn_config"] |= changes
+    message = refused(values)
+    assert message.startswith(
+        f"{WHERE}: linear_attn_config: kda_layers and full_attn_layers must share out layers 1 to"
+    )
+
+
+def test_unknown_keys_of_the_nested_kimi_object_are_named() -> None:
+    values = published("kimi_linear")
+    values["linear_attn_config"]["window"] = 4
+    assert refused(values).startswith(f"{WHERE}: linear_attn_config: unknown keys window")
+
+
+def test_end_tokens_and_layer_types_spelt_out() -> None:
+    assert translate(published("qwen3") | {"eos_token_id": [5, 7], "bos_token_id": 3}).eos_token_ids == (5, 7)
+    assert translate(published("qwen3_next") | {"eos_token_id": 5}).eos_token_ids == (5,)
+    assert translate(published("kimi_linear")).eos_token_ids == ()
+    types = ["linear_attention", "full_attention"] * 24
+    config = translate(published("qwen3_next") | {"layer_types": types})
+    assert [layer.mixer.kind for layer in config.layers] == ["gated_delta_net", "attention"] * 24
+    sparse = translate(published("qwen3_next") | {"decoder_sparse_step": 2, "mlp_only_layers": [1]})
+    assert [isinstance(layer.ffn, DenseSpec) for layer in sparse.layers[:4]] == [True, True, True, False]
+
+
+# The table of tensor names
+
+
+def checkpoint_names(folder: Path) -> set[str]:
+    names: set[str] = set()
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "numpy") as tensors:
+            names |= set(tensors.keys())
+    return names
+
+
+@pytest.mark.parametrize("execution", [Execution(False, False), Execution(True, True)], ids=["separate", "stacked"])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_table_names_every_tensor_of_a_checkpoint_and_no_other(name: str, execution: Execution) -> None:
+    values = json.loads((GOLDENS / name / "config.json").read_text())
+    config = translate(copy.deepcopy(values))
+    table = WeightTable(config, execution)
+    family_of(values, WHERE).weights(table, config)
+    assert {rule.name for rule in table.rules} == checkpoint_names(GOLDENS / name)
+
+
+@pytest.mark.parametrize("name", ["kimi_linear_gated", "qwen3_next_b"])
+def test_every_tensor_changes_what_the_model_says(name: str) -> None:
+    """Each place of the table in turn gets noise; prompts are long enough to reach every expert."""
+    model = jh.load_model(GOLDENS / name)
+    table = WeightTable(model.config, Execution.for_platform("cpu"))
+    family_of({"model_type": model.config.model_type}, WHERE).weights(table, model.config)
+    with np.load(GOLDENS / name / "golden.npz") as arrays:
+        ids = jnp.asarray(arrays["input_ids"][:, :49])
+    leaves = dict(nnx.to_flat_state(model.parameters))
+    run = jax.jit(lambda parameters: _both_logits(model, parameters, ids))
+    trunk, further = map(np.asarray, run(model.parameters))
+    rng = np.random.default_rng(0)
+    for rule in table.rules:
+        changed = np.array(leaves[rule.path][...])
+        place = changed[rule.index]
+        changed[rule.index] = place + rng.normal(size=place.shape) * max(float(place.std()), 0.2)
+        parameters = nnx.from_flat_state(
+            [(path, leaf.replace(jnp.asarray(changed)) if path == rule.path else leaf) for path, leaf in leaves.items()]
+        )
+        trunk_now, further_now = map(np.asarray, run(parameters))
+        where = f"{rule.name} into {rule.path} at {rule.index}"
+        assert np.isfinite(trunk_now).all(), where
+        if rule.path[0] == "mtp":
+            assert np.array_equal(trunk_now, trunk), where
+            assert np.abs(further_now - further).max() > 1e-2, where
+        else:
+            assert np.abs(trunk_now - trunk).max() > 1e-2, where
+
+
+def _both_logits(model: jh.Model, parameters: nnx.State, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Of the trunk, and of the first multi-token-prediction layer (empty where there is none)."""
+    decoder = nnx.merge(model.graph, parameters)
+    rows, length = ids.shape
+    slots = 1 + jnp.arange(rows, dtype=jnp.int32)
+    address = BatchAddress(jnp.zeros(rows, jnp.int32), jnp.full(rows, length - 1), slots[:, None], slots, slots)
+    outputs, _ = decoder.trunk(ids[:, :-1], pool_arrays(decoder.layout, rows + 1, rows + 1, 64), address)
+    if not model.config.mtp_layers:
+        return decoder.logits(outputs), jnp.zeros(0)
+    state = pool_arrays(decoder.mtp_layout, rows + 1, rows + 1, 64)
+    return decoder.logits(outputs), decoder.predict_further(ids[:, 1:], outputs, state, address)[0]
