@@ -10,8 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from chat_runs import conversation, write_chat_model, write_runs
-from conftest import TINY_CONFIG
+from chat_runs import conversation, write_runs
 
 from jaxhybrid.traces.job import INTERRUPTED, ReplayJob, run_job
 from jaxhybrid.traces.record import RunRecord, read_json
@@ -22,11 +21,6 @@ SCRIPT = ROOT / "scripts" / "replay_traces.py"
 
 RUNS = [conversation("a", 4), conversation("b", 3), conversation("c", 2), conversation("d", 3)]
 PAIRS = {(run["id"], call) for run in RUNS for call in range(len(run["messages"]) // 2 - 1)}
-
-
-@pytest.fixture(scope="session")
-def chat_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_chat_model(tmp_path_factory.mktemp("chat"), TINY_CONFIG)
 
 
 @pytest.fixture(scope="session")
@@ -113,6 +107,29 @@ def test_generation_is_greedy_and_the_same_again(base: ReplayJob, forced: RunRec
     recorded = {(c.trajectory, c.call): c.generated for c in forced.calls}
     for call in first.calls:
         assert 0 <= call.generated <= recorded[call.trajectory, call.call]
+
+
+def test_stripped_reasoning_is_shown_and_a_switch_preserves_it(base: ReplayJob, tmp_path: Path):
+    thinking = conversation("thinking", 3)
+    for message in thinking["messages"]:
+        if message["role"] == "assistant":
+            message["reasoning_content"] = "open the test file and fix the error in that line"
+    thinking["messages"][5] = {"role": "user", "content": "now fix the table"}  # where the second result was
+    file = write_runs(tmp_path / "runs.jsonl", [thinking])
+    stripped, kept = (
+        run(base, tmp_path / name, mode="score", traces=(str(file),), switches=switches)
+        for name, switches in (("stripped", "{}"), ("kept", '{"preserve_thinking": true}'))
+    )
+    first, second, third = stripped.calls
+    assert (second.limited_by, third.limited_by) == ("none", "template")
+    position, expected, got = third.differing or (0, 0, 0)
+    assert first.prompt_tokens <= position < first.context_tokens
+    assert third.matched == position
+    assert expected != got
+    assert [call.limited_by for call in kept.calls] == ["cold", "none", "none"]
+    assert kept.options["switches"] == '{"preserve_thinking": true}'
+    assert kept.calls[2].resumed > third.resumed
+    assert "preserve_thinking" in (tmp_path / "kept" / "report.html").read_text()
 
 
 def test_shards_are_a_partition_and_a_maximum_is_kept(base: ReplayJob, tmp_path: Path):
@@ -272,3 +289,33 @@ def test_the_command_for_the_weka_table_gives_the_published_figures(tmp_path: Pa
     for grid in (512, 1024, 1600, 4096):
         assert extra[f"grid {grid}"] == pytest.approx(PUBLISHED[f"grid {grid}"], rel=0.15)
     assert extra["+ every 1024"] < min(extra[name] for name in PUBLISHED)
+
+
+# Runs the script in this process and prints the most memory it ever held, in kB.
+PEAK = """
+import runpy, sys
+sys.argv = sys.argv[1:]
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+except SystemExit as end:
+    assert not end.code, end.code
+print(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.shared
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
+def test_replaying_28k_tokens_takes_less_than_2_gb(tmp_path: Path):
+    traces = SHARED / "traces" / "mini-swe-agent" / "pydicom__pydicom-1256.json"
+    if not traces.exists():
+        pytest.skip(f"no recorded run at {traces}")
+    result = subprocess.run(
+        [sys.executable, "-c", PEAK, str(SCRIPT), f"--traces={traces}", f"--out={tmp_path}"],
+        check=True, capture_output=True, text=True,
+    )  # fmt: skip
+    record = read_json(tmp_path / "report.json")
+    assert record.errors == ()
+    assert max(call.context_tokens for call in record.calls) > 28_000
+    peak_gb = int(result.stdout.split()[-1]) * 1024 / 1e9
+    assert peak_gb < 2
