@@ -20,7 +20,7 @@ replay: $(STAMP)run
 	$(BIN)/python scripts/replay_traces.py --out=$(OUT) $(if $(TRACES),--traces=$(TRACES)) $(ARGS)
 
 test: $(STAMP)dev
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadscope -m "not slow" $(ARGS)
 
 slow: $(STAMP)dev
 	$(BIN)/python -m pytest -m slow $(ARGS)

@@ -168,6 +168,25 @@ class PrefixIndex(Generic[T]):
         root = self._roots.get(identity)
         return [] if root is None else _descend(root, _as_bytes(tokens))[2]
 
+    def beyond(self, identity: Hashable, tokens: Tokens | Sequence[int]) -> Checkpoint[T] | None:
+        """A checkpoint whose own tokens begin with all of `tokens`; of several, one on the most recent path.
+
+        State that can be cut short (attention's keys and values) serves any boundary before its own.
+        """
+        root, data = self._roots.get(identity), _as_bytes(tokens)
+        if root is None:
+            return None
+        node, matched, _ = _descend(root, data)
+        if matched < len(data) // _WIDTH:
+            return None
+        waiting = [node]
+        while waiting:
+            node = waiting.pop()
+            if node.checkpoint is not None and node.end >= matched:
+                return node.checkpoint
+            waiting += node.children.values()
+        return None
+
     def insert(self, identity: Hashable, tokens: Tokens | Sequence[int]) -> None:
         """Makes `tokens` known."""
         data = _as_bytes(tokens)

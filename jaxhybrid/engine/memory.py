@@ -26,7 +26,7 @@ from jaxhybrid.engine.stats import EngineStats, EventCounters, TokenCounters
 from jaxhybrid.errors import ReleasedError
 from jaxhybrid.model import Model
 from jaxhybrid.state.arrays import PoolArrays
-from jaxhybrid.state.pool import EMPTY, Bundle, Reservation, StatePool
+from jaxhybrid.state.pool import EMPTY, Bundle, Reservation, StatePool, cut_short
 from pallas_kernels import registry
 
 if TYPE_CHECKING:
@@ -146,29 +146,43 @@ class StateMemory:
         divergence = None
         if sequence.trajectory is not None:
             divergence = self._lineage.divergence(sequence.tenant, sequence.trajectory, sequence.branch, prompt)
+        base = self._resume_point(identity, prompt, match)
         if not job.made:  # a preempted job comes by again: it counts once
-            sequence.reuse = self._reuse(match, divergence)
+            sequence.reuse = self._reuse(match.matched, base.length, divergence)
             self._count_prompt(sequence, prompt.size)
-        if match.checkpoint is not None:
-            self.index.touch(match.checkpoint)
+        if base.length:
             self.events.restores += 1
             self.pool.release(sequence.bundle)
-            sequence._append(prompt[: match.resumed], self.pool.retain(match.checkpoint.payload))
-            job.pending = prompt[match.resumed :]
-        self._plan_boundaries(job, match.resumed, match.matched, match.left_known_path)
+            sequence._append(prompt[: base.length], self.pool.retain(base))
+            job.pending = prompt[base.length :]
+        self._plan_boundaries(job, base.length, match.matched, match.left_known_path)
         self.index.insert(identity, prompt)
 
-    def _reuse(self, match: Match[Bundle], divergence: Divergence | None) -> Reuse:
+    def _resume_point(self, identity: str, prompt: Int32[np.ndarray, " n"], match: Match[Bundle]) -> Bundle:
+        """The deepest complete bundle on the prompt's path; where nothing is recurrent, any deeper one cut short."""
+        found = match.checkpoint
+        cut = min(match.matched, prompt.size - 1)
+        if not self.pool.layout.recurrent and cut > match.resumed:
+            donor = self.index.beyond(identity, prompt[: match.matched])
+            if donor is not None:
+                self.index.touch(donor)
+                return cut_short(donor.payload, cut, self.pool.page_size)
+        if found is None:
+            return EMPTY
+        self.index.touch(found)
+        return found.payload
+
+    def _reuse(self, matched: int, resumed: int, divergence: Divergence | None) -> Reuse:
         limited_by: LimitedBy = "none"
         differing = None
         if divergence is not None:
             limited_by = divergence.kind
             differing = (divergence.position, divergence.expected, divergence.got)
-        elif match.matched == 0:
+        elif matched == 0:
             limited_by = "cold"
-        elif match.gap:
+        elif matched > resumed:
             limited_by = "recurrent" if self.pool.layout.recurrent else "pages"
-        return Reuse(match.matched, match.resumed, limited_by, differing)
+        return Reuse(matched, resumed, limited_by, differing)
 
     def _plan_boundaries(self, job: Job, resumed: int, matched: int, left: bool) -> None:
         job.boundaries = deque(

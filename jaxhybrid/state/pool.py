@@ -33,6 +33,14 @@ class Bundle:
 EMPTY = Bundle(0, ZERO_SLOT, ())
 
 
+def cut_short(bundle: Bundle, length: int, page_size: int) -> Bundle:
+    """The state of the first `length` tokens, where all of it is token-indexed: the pages up to there, and no slot.
+
+    The next token's logits are not among it: at least one more token must be processed.
+    """
+    return Bundle(length, ZERO_SLOT, bundle.pages[: -(-length // page_size)])
+
+
 @dataclass(frozen=True)
 class Reservation:
     """Room for one sequence to go on from `base`: where the step reads, where it writes, and what must be copied.

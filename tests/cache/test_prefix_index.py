@@ -295,3 +295,17 @@ def test_no_checkpoint_at_boundary_zero_and_no_negative_bound():
         PrefixIndex().attach("a", [], "state", "prompt_end")
     with pytest.raises(ConfigError, match="max_tokens must be at least 0 or None, got -1"):
         PrefixIndex(max_tokens=-1)
+
+
+def test_beyond_finds_state_that_reaches_past_the_tokens() -> None:
+    index: PrefixIndex[str] = PrefixIndex()
+    index.attach("a", [1, 2, 3, 4, 5], "long", "prompt_end")
+    index.attach("a", [1, 2, 9], "other", "prompt_end")
+    index.insert("a", [1, 2, 7, 7])
+    assert index.beyond("a", [1, 2, 3]).payload == "long"
+    assert index.beyond("a", [1, 2, 3, 4, 5]).payload == "long"
+    assert index.beyond("a", [1, 2, 9]).payload == "other"
+    assert index.beyond("a", [1, 2]).payload in ("long", "other")
+    assert index.beyond("a", [1, 2, 7]) is None
+    assert index.beyond("a", [1, 2, 3, 4, 5, 6]) is None
+    assert index.beyond("b", [1]) is None

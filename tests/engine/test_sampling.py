@@ -75,6 +75,10 @@ def test_draws_have_the_support_and_the_frequencies_of_the_definition(options: d
     assert np.all(np.abs(counts / DRAWS - expected) <= 5 * spread + 1e-9)
 
 
+def test_a_nucleus_that_is_reached_exactly_takes_no_more() -> None:
+    assert set(draws(np.array([-90.0, 0.0, 0.0, -90.0], np.float32), temperature=1.0, top_p=0.5).tolist()) == {1}
+
+
 def test_a_draw_depends_on_seed_and_position_alone() -> None:
     rows = [jh.Sampling(temperature=1.0, seed=seed) for seed in (1, 1, 2, 1)]
     logits = np.broadcast_to(np.zeros(500, np.float32), (4, 500))
