@@ -262,14 +262,23 @@ def test_a_seeded_response_goes_on_after_preemption(tiny_model: jh.Model, alone:
     assert second.generation.tokens == alone
 
 
-def test_penalties_count_what_earlier_dispatches_made(tiny_model: jh.Model) -> None:
-    """With a penalty no score outweighs, a greedy response never makes a token twice, nor one of the prompt."""
+@pytest.mark.parametrize(
+    "option",
+    [
+        jh.Sampling(max_tokens=11, repetition_penalty=3.0),
+        jh.Sampling(max_tokens=11, presence_penalty=0.4, frequency_penalty=0.3),
+    ],
+    ids=["repetition", "presence and frequency"],
+)
+def test_penalties_count_the_prompt_and_what_earlier_dispatches_made(tiny_model: jh.Model, option: jh.Sampling) -> None:
+    """Token by token against the definition, over three dispatches; half of all tokens are in the prompt."""
     engine = jh.Engine(tiny_model, CONFIG)
-    made = engine.generate([engine.prefill(PROMPTS[0])], jh.Sampling(max_tokens=23, frequency_penalty=1e4))[0]
-    assert len(set(made.tokens)) == 23
-    prompt = [5, 6, 7, 8]
-    for option in (jh.Sampling(max_tokens=6, repetition_penalty=1e6), jh.Sampling(max_tokens=6, presence_penalty=1e4)):
-        tokens = engine.generate([engine.prefill(prompt)], option)[0].tokens
-        assert len(set(tokens)) == 6
-        if option.repetition_penalty > 1:
-            assert not set(tokens) & set(prompt)
+    prompt = RNG.permutation(np.arange(1, 61, 2)).tolist()
+    tokens = engine.generate([engine.prefill(prompt)], option)[0].tokens
+    reference = engine.prefill(prompt)
+    made = np.zeros(61, np.int64)
+    for token in tokens:
+        seen = np.bincount(reference.tokens, minlength=61)
+        assert penalised(reference.logits(), seen, made, option).argmax() == token
+        made[token] += 1
+        engine.extend(reference, [token])
