@@ -48,7 +48,7 @@ def main(_: list[str]) -> None:
 
 def bench(name: str, folder: Path) -> dict[str, Any]:
     import jaxhybrid as jh
-    from jaxhybrid.checkpoint.random_folder import write_random_folder
+    from jaxhybrid.models.random_folder import write_random_folder
 
     write_random_folder(folder, json.loads((CONFIGS / f"{name}.json").read_text()))
     model = jh.load_model(folder)

@@ -118,8 +118,12 @@ class Mark:
         return self._checkpoint.alive
 
     def release(self) -> None:
-        """Takes the pin back: the bundle stays until memory is short. Raises ReleasedError if there is no pin."""
+        """Takes the pin back: the bundle stays until memory is short. Raises ReleasedError if there is no pin.
+
+        Where the checkpoint was deleted meanwhile there is nothing left to do.
+        """
         if not self._pinned:
             raise ReleasedError(f"the checkpoint at token {self.length} holds no pin")
         self._pinned = False
-        self._engine._unpin(self._checkpoint)
+        if self._checkpoint.alive:
+            self._engine._unpin(self._checkpoint)

@@ -9,7 +9,7 @@ def parameter(shape: tuple[int, ...], axes: tuple[str | None, ...], dtype: DType
     """A zero parameter to be filled from a checkpoint.
 
     `axes` names each dimension (`heads`, `kv_heads`, `experts`, `mlp`, `vocab`, ... or None for one that is never
-    split); `parallel/` maps the names to mesh axes.
+    split), so that one table can map the names to the axes of a mesh.
     """
     if len(shape) != len(axes):
         raise ValueError(f"{shape=} has {len(shape)} dimensions but {axes=} names {len(axes)}")

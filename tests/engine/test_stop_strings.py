@@ -10,8 +10,8 @@ import pytest
 
 import jaxhybrid as jh
 from jaxhybrid.chat import ChatTokenizer
-from jaxhybrid.checkpoint.random_folder import write_random_folder
 from jaxhybrid.engine.stop_strings import kept_tokens
+from jaxhybrid.models.random_folder import write_random_folder
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 

@@ -11,7 +11,7 @@ TOKENIZER_SIZE = 1024
 
 def write_chat_model(folder: Path, config: dict) -> Path:
     """A random checkpoint of `config` with the tokenizer and chat template of the goldens."""
-    from jaxhybrid.checkpoint.random_folder import write_random_folder
+    from jaxhybrid.models.random_folder import write_random_folder
 
     write_random_folder(folder, config | {"vocab_size": TOKENIZER_SIZE}, seed=3)
     for file in (GOLDENS / "chat" / "tokenizer").iterdir():
