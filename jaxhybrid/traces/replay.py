@@ -28,6 +28,9 @@ LENGTHS_PER_OCTAVE = 4
 COLD_TOKENS = 48_000  # prompt tokens spent, at most, on measuring what a prefill without reuse takes
 OVERLAP = 8  # tokens before a difference that its characters may have begun in
 
+_Timed = tuple[Int32[np.ndarray, " n"], float]
+"""A prompt, and the seconds that its prefill took."""
+
 
 @dataclass(frozen=True)
 class ReplayOptions:
@@ -127,7 +130,7 @@ class Replay:
         self._clock_offset = log.elapsed_s - time.perf_counter()
         self._running: dict[Job, _Running] = {}
         self._walks: deque[_Walk] = deque()
-        self._prompts: dict[int, tuple[Int32[np.ndarray, " n"], float]] = {}
+        self._prompts: dict[int, _Timed] = {}
         self._sampled_s = -SAMPLE_EVERY_S
 
     @property
@@ -153,15 +156,8 @@ class Replay:
 
     def measure_cold(self) -> None:
         """What some of the prompts take without any reuse, beside what they took; spread over their lengths."""
-        prompts = sorted(self._prompts.values(), key=lambda item: item[0].size)
-        if not prompts:
-            return
-        picks = {round(i * (len(prompts) - 1) / (COLD_SAMPLES - 1)) for i in range(COLD_SAMPLES)}
-        spent = 0
-        for number in sorted(picks):
-            prompt, warm_s = prompts[number]
-            spent += prompt.size
-            if spent > COLD_TOKENS or self._stop():
+        for prompt, warm_s in _cold_picks([*self._prompts.values()]):
+            if self._stop():
                 return
             job = self._engine.submit(prompt, tenant=f"{TENANT} without reuse")
             while job.phase != "done":
@@ -293,6 +289,18 @@ class Replay:
                     live_sequences=stats.live_sequences, checkpoints=stats.retained_checkpoints,
                 )
             )  # fmt: skip
+
+
+def _cold_picks(prompts: list[_Timed]) -> list[_Timed]:
+    """`COLD_SAMPLES` prompts, evenly spread in order of length, ascending; the longest first while tokens last."""
+    prompts = sorted(prompts, key=lambda item: item[0].size)
+    places = {round(i * (len(prompts) - 1) / (COLD_SAMPLES - 1)) for i in range(COLD_SAMPLES)} if prompts else set()
+    chosen, left = [], COLD_TOKENS
+    for place in sorted(places, reverse=True):
+        if prompts[place][0].size <= left:
+            left -= prompts[place][0].size
+            chosen.append(prompts[place])
+    return chosen[::-1]
 
 
 def flat_counters(stats: EngineStats) -> dict[str, int | float]:

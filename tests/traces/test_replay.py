@@ -144,3 +144,17 @@ def test_retokenised_responses_are_put_back_all_along_the_line(chat_folder: Path
     else:
         assert [record.limited_by for record in log.calls[1:3]] == ["template", "template"]
         assert [record.prompt_tokens for record in log.calls] == [each.prompt_ids.size for each in (*calls, fork)]
+
+
+def test_prefill_without_reuse_is_measured_for_the_longest_prompt_that_tokens_last_for(
+    tiny_model: jh.Model, log: RunLog, monkeypatch: pytest.MonkeyPatch
+):
+    replay = Replay(jh.Engine(tiny_model, CONFIG), log, ReplayOptions(mode="score"))
+    run = growing(17, 30, 9, 4)
+    replay.run(iter([run]))
+    sizes = [each.prompt_ids.size for each in run.calls]
+    monkeypatch.setattr("jaxhybrid.traces.replay.COLD_TOKENS", sizes[3] + sizes[0])
+    replay.measure_cold()
+    assert [sample.context_tokens for sample in log.cold] == [sizes[0], sizes[3]]
+    assert all(sample.cold_ttft_s > 0 and sample.warm_ttft_s > 0 for sample in log.cold)
+    assert len(log.calls) == 4
