@@ -39,7 +39,3 @@ class SchemaError(JaxHybridError):
 
 class TraceError(JaxHybridError):
     """A trace file or one of its records cannot be read."""
-
-
-class KernelError(JaxHybridError):
-    """A kernel implementation was asked for that cannot run here."""

@@ -257,7 +257,6 @@ class Engine:
     def _after_prompt(self, jobs: Several[Job]) -> list[Job]:
         """Their prompts are in: on to decoding, or done."""
         for job in jobs:
-            job.first_token_s = job.first_token_s or time.perf_counter()
             if job.scored is not None and not job.score:
                 job.pending, job.score = job.scored, True
                 self._memory.plan_response(job, job.scored.size)

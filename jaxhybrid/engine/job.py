@@ -1,6 +1,5 @@
 """One request on its way through the engine: tokens to process, then tokens to make."""
 
-import time
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Literal
@@ -48,8 +47,6 @@ class Job:
     anchor: Bundle | None = None
     prefill_s: float = 0.0
     decode_s: float = 0.0
-    submitted_s: float = field(default_factory=time.perf_counter)
-    first_token_s: float | None = None
 
     @property
     def decodes(self) -> bool:
