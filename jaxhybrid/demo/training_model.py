@@ -16,7 +16,6 @@ from pallas_kernels.gated_delta import gated_delta
 
 Parameters = dict[str, Array]
 
-CHUNK = 16
 HIDDEN, HEADS, EXPERTS = CONFIG["hidden_size"], CONFIG["num_attention_heads"], CONFIG["num_experts"]
 NOPE, ROPE, VALUE = CONFIG["qk_nope_head_dim"], CONFIG["qk_rope_head_dim"], CONFIG["v_head_dim"]
 RANK, DELTA_DIM = CONFIG["kv_lora_rank"], CONFIG["linear_attn_config"]["head_dim"]
