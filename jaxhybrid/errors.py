@@ -29,6 +29,10 @@ class CancelledError(JaxHybridError):
     """A request was taken out before it was done."""
 
 
+class BusyError(JaxHybridError):
+    """A sequence was asked for two things at once."""
+
+
 class ReleasedError(JaxHybridError):
     """A released sequence, a dropped checkpoint or a consumed pool was used."""
 

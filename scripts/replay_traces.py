@@ -51,7 +51,9 @@ MAX_CHECKPOINTS = flags.DEFINE_integer("max_checkpoints", 256, "Bundles retained
 CACHE = flags.DEFINE_string("compilation_cache", None, "Folder for compiled programs; jax's default if none is named.")
 
 
-def main(_: list[str]) -> None:
+def main(arguments: list[str]) -> None:
+    if len(arguments) > 1:
+        raise app.UsageError(f"unexpected {arguments[1]!r}: name traces with --traces=FILE_OR_FOLDER,...")
     from jaxhybrid.traces.job import ReplayJob, run_job
 
     job = ReplayJob(

@@ -19,7 +19,15 @@ from jaxhybrid.engine.scheduler import Scheduler, Turn
 from jaxhybrid.engine.sequence import Generation, Mark, Sequence
 from jaxhybrid.engine.stats import EngineStats
 from jaxhybrid.engine.stop_strings import kept_tokens
-from jaxhybrid.errors import CancelledError, CapacityError, JaxHybridError, ReleasedError, TokenError
+from jaxhybrid.errors import (
+    BusyError,
+    CancelledError,
+    CapacityError,
+    ConfigError,
+    JaxHybridError,
+    ReleasedError,
+    TokenError,
+)
 from jaxhybrid.model import Model, check_tokens
 from jaxhybrid.state.pool import Bundle, Reservation
 
@@ -81,6 +89,11 @@ class Engine:
         (CapacityError, for one) is raised once all the others are done.
         """
         options = [sampling] * len(sequences) if isinstance(sampling, Sampling) else list(sampling)
+        for name, given in (("sampling options", options), ("forced responses", forced)):
+            if given is not None and len(given) != len(sequences):
+                raise ConfigError(f"expected {len(sequences)} {name}, one for each sequence, got {len(given)}")
+        if len({id(sequence) for sequence in sequences}) < len(sequences):
+            raise BusyError("the same sequence was given twice; fork it to continue it in two ways")
         jobs = []
         for number, (sequence, option) in enumerate(zip(sequences, options, strict=True)):
             self._must_have_tokens(sequence)
@@ -201,6 +214,8 @@ class Engine:
 
     def _queue(self, job: Job) -> Job:
         job.sequence.bundle  # noqa: B018  raises if it was released
+        if self._scheduler.working_on(job.sequence):
+            raise BusyError(f"{job.sequence} is being worked on; finish or cancel that first")
         response = job.wanted if job.scored is None else job.scored.size
         longest = job.sequence.length + job.pending.size + response
         if longest > self._memory.max_context:
@@ -398,6 +413,6 @@ class Engine:
         self._memory.index.unpin(checkpoint)
 
     def _release(self, sequence: Sequence) -> None:
-        if any(job.sequence is sequence for job in self._scheduler.running):
-            raise ReleasedError("this sequence is being worked on; finish its request before releasing it")
+        if self._scheduler.working_on(sequence):
+            raise BusyError(f"{sequence} is being worked on; finish or cancel that first")
         self._memory.release(sequence)

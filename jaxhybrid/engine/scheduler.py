@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from jaxhybrid.engine.job import Job
+from jaxhybrid.engine.sequence import Sequence
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,10 @@ class Scheduler:
     @property
     def running(self) -> tuple[Job, ...]:
         return tuple(self._running)
+
+    def working_on(self, sequence: Sequence) -> bool:
+        """Whether a job of this sequence is waiting or running."""
+        return any(job.sequence is sequence for job in (*self._waiting, *self._running))
 
     def submit(self, job: Job) -> None:
         self._waiting.append(job)

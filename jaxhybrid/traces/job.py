@@ -201,7 +201,11 @@ def _replay(job: ReplayJob, console: Console, interrupt: Interrupt) -> RunRecord
                 study.add(item)
             yield item
 
-    with RunLog(Path(job.out) / "run.jsonl", job.header(model.fingerprint), resume=job.resume) as log:
+    path = Path(job.out) / "run.jsonl"
+    if path.exists() and not job.resume:
+        earlier = path.replace(path.with_name("run.previous.jsonl"))
+        console.print(f"an earlier run is kept as {earlier}; --resume goes on with one", soft_wrap=True)
+    with RunLog(path, job.header(model.fingerprint), resume=job.resume) as log:
         engine = _warm_engine(job, model, console)
         with Progress(total, console, done=len(log.calls)) as progress:
             options = ReplayOptions(mode=job.mode, splice=job.splice)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jaxhybrid as jh
-from jaxhybrid.errors import CapacityError, ConfigError, ReleasedError, TokenError
+from jaxhybrid.errors import BusyError, CapacityError, ConfigError, ReleasedError, TokenError
 
 CONFIG = jh.EngineConfig(
     max_sequences=4, max_tokens=1024, max_context=256, page_size=8, max_checkpoints=12, prefill_chunks=(5, 32),
@@ -313,3 +313,22 @@ def test_deleting_a_trajectory_forgets_it(engine: jh.Engine) -> None:
 def test_bad_sizes_are_refused(options: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         jh.EngineConfig(**options)
+
+
+def test_one_sequence_is_not_continued_twice_at_once(engine: jh.Engine) -> None:
+    sequence = engine.prefill(PROMPT)
+    with pytest.raises(BusyError, match="the same sequence was given twice"):
+        engine.generate([sequence, sequence], jh.Sampling(max_tokens=3))
+    with pytest.raises(ConfigError, match="expected 1 sampling options, one for each sequence, got 2"):
+        engine.generate([sequence], [jh.Sampling(), jh.Sampling()])
+    job = engine.submit([3, *PROMPT], sampling=jh.Sampling(max_tokens=9))
+    for use in (lambda: engine.extend(job.sequence, [3]), job.sequence.release):
+        with pytest.raises(BusyError, match="is being worked on"):
+            use()
+    while job.phase != "done":
+        engine.step()
+    job.sequence.release()
+    assert len(engine.generate([sequence], jh.Sampling(max_tokens=3))[0].tokens) == 3
+    sequence.release()
+    engine.delete(tenant="default")
+    assert engine.stats().live_slots == engine.stats().live_pages == 0
