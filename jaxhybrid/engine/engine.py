@@ -99,8 +99,10 @@ class Engine:
             self._must_have_tokens(sequence)
             response = None if forced is None else self._checked(forced[number], sequence.length)
             jobs.append(Job(sequence, np.zeros(0, np.int32), option, response))
+        for job in jobs:  # all or none: one that is refused must not leave the others queued
+            self._check(job)
         for job in jobs:
-            self._queue(job)
+            self._scheduler.submit(job)
         while any(job.phase != "done" for job in jobs):
             self.step()
         for job in jobs:
@@ -119,9 +121,9 @@ class Engine:
         """
         if trajectory is None and tenant is None:
             raise TokenError("delete needs a trajectory or a tenant")
-        for job in self._scheduler.running:
+        for job in self._scheduler.jobs:
             if trajectory in (None, job.sequence.trajectory) and tenant in (None, job.sequence.tenant):
-                self._fail(job, ReleasedError("deleted while it was running"))
+                self._fail(job, ReleasedError("deleted before it was done"))
         return self._memory.delete(trajectory, tenant)
 
     # Requests that share dispatches
@@ -213,6 +215,12 @@ class Engine:
     # How a step runs
 
     def _queue(self, job: Job) -> Job:
+        self._check(job)
+        self._scheduler.submit(job)
+        return job
+
+    def _check(self, job: Job) -> None:
+        """Raises if the job can't be queued; a sequence made for it is then released."""
         job.sequence.bundle  # noqa: B018  raises if it was released
         if self._scheduler.working_on(job.sequence):
             raise BusyError(f"{job.sequence} is being worked on; finish or cancel that first")
@@ -223,8 +231,6 @@ class Engine:
             if job.fresh:
                 self._memory.release(job.sequence)
             raise TokenError(f"{longest} tokens with the response are more than max_context={self._memory.max_context}")
-        self._scheduler.submit(job)
-        return job
 
     def _finish(self, job: Job) -> Job:
         while job.phase != "done":

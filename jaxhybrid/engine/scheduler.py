@@ -36,7 +36,12 @@ class Scheduler:
 
     def working_on(self, sequence: Sequence) -> bool:
         """Whether a job of this sequence is waiting or running."""
-        return any(job.sequence is sequence for job in (*self._waiting, *self._running))
+        return any(job.sequence is sequence for job in self.jobs)
+
+    @property
+    def jobs(self) -> tuple[Job, ...]:
+        """All that are not done, the running ones first."""
+        return (*self._running, *self._waiting)
 
     def submit(self, job: Job) -> None:
         self._waiting.append(job)

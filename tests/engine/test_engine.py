@@ -332,3 +332,21 @@ def test_one_sequence_is_not_continued_twice_at_once(engine: jh.Engine) -> None:
     sequence.release()
     engine.delete(tenant="default")
     assert engine.stats().live_slots == engine.stats().live_pages == 0
+
+
+def test_one_refused_sequence_leaves_none_queued(engine: jh.Engine) -> None:
+    short, long = engine.prefill(PROMPT[:20]), engine.prefill([*PROMPT, *PROMPT, *PROMPT])
+    with pytest.raises(TokenError, match="more than max_context=256"):
+        engine.generate([short, long], jh.Sampling(max_tokens=60))
+    assert short.length == 20
+    assert len(engine.generate([short], jh.Sampling(max_tokens=3))[0].tokens) == 3
+
+
+def test_deleting_reaches_requests_that_still_wait(engine: jh.Engine) -> None:
+    jobs = [engine.submit([start, *PROMPT], trajectory="run-7") for start in range(3, 9)]
+    engine.step()
+    engine.delete(trajectory="run-7")
+    assert all(isinstance(job.error, ReleasedError) for job in jobs if job.sequence.length < 71)
+    assert engine.step() == []
+    assert engine.stats().live_slots == engine.stats().live_pages == 0
+    assert engine.prefill(PROMPT).length == 70
