@@ -75,6 +75,25 @@ def block_pages(query_rows: int, batch: int, page_size: int, table_width: int) -
 
 
 Pages = TypeVar("Pages")
+Carry = TypeVar("Carry")
+
+
+def loop_with_pages(
+    count: int | Int[Array, ""], body: Callable[[Int[Array, ""], Pages, Carry], Carry], carry: Carry, pages: Pages
+) -> tuple[Carry, Pages]:
+    """`carry = body(index, pages, carry)` for each index below count. With a Python int it can be differentiated.
+
+    The pages go through the loop and come out of it: were they read by the loop and then written by the next layer,
+    XLA would keep a copy of all of them for the loop. The barrier keeps JAX from taking them out again.
+    """
+    if isinstance(count, int):
+        return lax.fori_loop(0, count, jax.checkpoint(lambda index, carry: body(index, pages, carry)), carry), pages
+
+    def threaded(index, carry):
+        pages = lax.optimization_barrier(carry[1])
+        return body(index, pages, carry[0]), pages
+
+    return lax.fori_loop(0, count, threaded, (carry, pages))
 
 
 def attend_blocks(
@@ -92,20 +111,24 @@ def attend_blocks(
     value_dim: int,
     scale: float,
     max_length: int | None,
+    window: int | None = None,
+    sinks: Float[Array, " Hq"] | None = None,
+    soft_cap: float | None = None,
 ) -> tuple[Float[Array, "B T Hq dv"], Pages]:
     """Causal softmax attention with a running maximum and sum (Milakov and Gimelshein 2018, as in FlashAttention).
 
-    The query of step t is at position starts[b] + t and sees keys up to it. `read_block` turns the pages, the ids
-    of n of them, and which of their rows hold a token, into keys and values that are finite throughout. The loop ends
-    after the longest sequence; with `max_length`, a Python int no smaller than any starts + lengths, its trip count is
-    static and it can be differentiated. Accumulates in float32. Padded steps give 0. Returns the pages as well, for the
-    caller to go on with.
+    The query of step t is at position starts[b] + t and sees keys up to it, with `window` the last `window` of them.
+    `read_block` turns the pages, the ids of n of them, and which of their rows hold a token, into keys and values that
+    are finite throughout. A sequence's loop begins at the first page that its first query sees, and all end after as
+    many blocks as the longest takes; with `max_length`, a Python int no smaller than any starts + lengths, the trip
+    count is static and the loop can be differentiated. Accumulates in float32. Padded steps give 0. Returns the pages
+    as well, for the caller to go on with.
     """
     batch, tokens, heads, _ = q.shape
     width = block_pages(tokens * heads, batch, page_size, page_table.shape[1])
     block = width * page_size
-    table = jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % width)))
     ends = jnp.where(lengths > 0, starts + lengths, 0)
+    first_page = jnp.zeros_like(starts) if window is None else jnp.maximum(starts - window + 1, 0) // page_size
     # Padded steps see no key at all.
     last_seen = jnp.where(token_mask(lengths, tokens), starts[:, None] + jnp.arange(tokens), -1)
     group = heads // num_kv_heads
@@ -116,11 +139,17 @@ def attend_blocks(
 
     def attend_block(index, pages, carry):
         highest, total, accumulated = carry
-        page_ids = lax.dynamic_slice_in_dim(table, index * width, width, axis=1)
-        positions = index * block + jnp.arange(block)
+        places = first_page[:, None] + index * width + jnp.arange(width)
+        page_ids = jnp.take_along_axis(page_table, places, axis=1, mode="fill", fill_value=0)
+        positions = (first_page * page_size + index * block)[:, None] + jnp.arange(block)
         keys, values = read_block(pages, page_ids, positions < ends[:, None])
         scores = scale * jnp.einsum("bkrd,bksd->bkrs", queries, keys, preferred_element_type=jnp.float32)
+        if soft_cap is not None:
+            scores = soft_cap * jnp.tanh(scores / soft_cap)
+        positions = positions[:, None, None, :]
         visible = positions <= last_seen
+        if window is not None:
+            visible &= positions > last_seen - window
         scores = jnp.where(visible, scores, _LOWEST)
         new_highest = jnp.maximum(highest, scores.max(axis=-1))
         weights = jnp.where(visible, jnp.exp(scores - new_highest[..., None]), 0)
@@ -131,20 +160,23 @@ def attend_blocks(
         return new_highest, total, accumulated * shrink[..., None] + update
 
     rows = queries.shape[:-1]
-    carry = (jnp.full(rows, _LOWEST), jnp.zeros(rows), jnp.zeros((*rows, value_dim)))
-    if max_length is None:
-        # The pages go through the loop and come out of it: were they read by the loop and then written by the next
-        # layer, XLA would keep a copy of all of them for the loop. The barrier keeps JAX from taking them out again.
-        def body(index, carry):
-            pages = lax.optimization_barrier(carry[1])
-            return attend_block(index, pages, carry[0]), pages
-
-        carry, pages = lax.fori_loop(0, (ends.max() + block - 1) // block, body, (carry, pages))
-    else:
-        count = min(math.ceil(max_length / block), table.shape[1] // width)
-        body = jax.checkpoint(lambda index, carry: attend_block(index, pages, carry))
-        carry = lax.fori_loop(0, count, body, carry)
+    carry = (*_before_any_key(sinks, rows, tokens), jnp.zeros((*rows, value_dim)))
+    blocks: int | Int[Array, ""] = ((ends - first_page * page_size).max() + block - 1) // block
+    if max_length is not None:
+        reach = max_length if window is None else min(max_length, page_size + window + tokens - 2)
+        blocks = math.ceil(min(reach, page_table.shape[1] * page_size) / block)
+    carry, pages = loop_with_pages(blocks, attend_block, carry, pages)
     _, total, accumulated = carry
     out = accumulated / jnp.where(total > 0, total, 1)[..., None]
     out = out.reshape(batch, num_kv_heads, group, tokens, value_dim).transpose(0, 3, 1, 2, 4)
     return out.reshape(batch, tokens, heads, value_dim), pages
+
+
+def _before_any_key(
+    sinks: Float[Array, " Hq"] | None, rows: tuple[int, ...], tokens: int
+) -> tuple[Float[Array, "B Hkv R"], Float[Array, "B Hkv R"]]:
+    """Running maximum and sum of query rows [B, Hkv, group * T] to begin with: of nothing, or of a head's sink."""
+    if sinks is None:
+        return jnp.full(rows, _LOWEST), jnp.zeros(rows)
+    per_row = jnp.repeat(sinks.astype(jnp.float32).reshape(rows[1], -1), tokens, axis=1)
+    return jnp.broadcast_to(per_row, rows), jnp.ones(rows)

@@ -27,6 +27,9 @@ def paged_attention(
     *,
     scale: float,
     max_length: int | None = None,
+    window: int | None = None,
+    sinks: Float[Array, " Hq"] | None = None,
+    soft_cap: float | None = None,
 ) -> tuple[Float[Array, "B T Hq dv"], Float[Array, "L P page Hkv d"], Float[Array, "L P page Hkv dv"]]:
     """Write T new tokens of each sequence into its pages, then attend causally over all that it has.
 
@@ -43,10 +46,15 @@ def paged_attention(
       scale: factor on the scores, d ** -0.5 as a rule.
       max_length: static upper bound of starts + lengths. Without it the time follows the longest sequence; with it the
         operator is reverse-differentiable and always works through max_length positions.
+      window: how many positions a query sees, its own included: t - window < s <= t. Blocks before a sequence's window
+        are never read, so time follows the window. None: all of them.
+      sinks: a logit per query head that joins the softmax's denominator and has no value (gpt-oss, arXiv 2508.10925).
+      soft_cap: scores become soft_cap * tanh(score / soft_cap) (Gemma 2, arXiv 2408.00118).
 
     Returns:
       Output in q's dtype, computed in float32, and the two updated page arrays.
     """
     arguments = (q, k, v, k_pages, v_pages, layer, page_table, starts, lengths)
-    run = registry.choose(OPERATOR, *arguments, scale=scale, max_length=max_length)
-    return run(*arguments, scale=scale, max_length=max_length)
+    options = {"scale": scale, "max_length": max_length, "window": window, "sinks": sinks, "soft_cap": soft_cap}
+    run = registry.choose(OPERATOR, *arguments, **options)
+    return run(*arguments, **options)

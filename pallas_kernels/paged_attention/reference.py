@@ -47,14 +47,29 @@ def attend(
     starts: Int[Array, "B"],
     lengths: Int[Array, "B"],
     scale: float,
+    window: int | None = None,
+    sinks: Float[Array, " H"] | None = None,
+    soft_cap: float | None = None,
 ) -> Float[Array, "B T H dv"]:
-    """softmax(scale * q k^T) v where the query of step t sees positions up to starts[b] + t; 0 for padded steps."""
+    """softmax(scale * q k^T) v where the query of step t sees positions up to starts[b] + t; 0 for padded steps.
+
+    `window`, `sinks` and `soft_cap` as `pallas_kernels.paged_attention.paged_attention` defines them.
+    """
     steps = jnp.arange(q.shape[1])
     real = steps < lengths[:, None]
-    visible = jnp.arange(k.shape[1]) <= (starts[:, None] + steps)[:, :, None]
+    distance = (starts[:, None] + steps)[:, :, None] - jnp.arange(k.shape[1])
+    # Padded steps see everything: a softmax over nothing would have no gradient.
+    visible = (distance >= 0) & (distance < (window or distance.shape[-1])) | ~real[:, :, None]
     q = jnp.where(real[:, :, None, None], q.astype(jnp.float32), 0)
-    scores = jnp.where(visible[:, None], scale * jnp.einsum("bthd,bnhd->bhtn", q, k), -jnp.inf)
-    out = jnp.einsum("bhtn,bnhv->bthv", jax.nn.softmax(scores, axis=-1), v)
+    scores = scale * jnp.einsum("bthd,bnhd->bhtn", q, k)
+    if soft_cap is not None:
+        scores = soft_cap * jnp.tanh(scores / soft_cap)
+    scores = jnp.where(visible[:, None], scores, -jnp.inf)
+    if sinks is not None:
+        column = jnp.broadcast_to(sinks.astype(jnp.float32)[:, None, None], (*scores.shape[:3], 1))
+        scores = jnp.concatenate([scores, column], axis=-1)
+    weights = jax.nn.softmax(scores, axis=-1)[..., : k.shape[1]]
+    out = jnp.einsum("bhtn,bnhv->bthv", weights, v)
     return jnp.where(real[:, :, None, None], out, 0)
 
 
@@ -71,6 +86,9 @@ def paged_attention(
     *,
     scale: float,
     max_length: int | None = None,
+    window: int | None = None,
+    sinks: Float[Array, " Hq"] | None = None,
+    soft_cap: float | None = None,
 ) -> tuple[Float[Array, "B T Hq dv"], Float[Array, "L P page Hkv d"], Float[Array, "L P page Hkv dv"]]:
     """See `pallas_kernels.paged_attention.paged_attention`."""
     k_pages = write_tokens(k_pages, k, layer, page_table, starts, lengths)
@@ -78,5 +96,5 @@ def paged_attention(
     group = q.shape[2] // k.shape[2]
     keys = jnp.repeat(read_context(k_pages, layer, page_table, starts, lengths), group, axis=2)
     values = jnp.repeat(read_context(v_pages, layer, page_table, starts, lengths), group, axis=2)
-    out = attend(q, keys, values, starts, lengths, scale)
+    out = attend(q, keys, values, starts, lengths, scale, window, sinks, soft_cap)
     return out.astype(q.dtype), k_pages, v_pages

@@ -24,6 +24,9 @@ def paged_attention(
     *,
     scale: float,
     max_length: int | None = None,
+    window: int | None = None,
+    sinks: Float[Array, " Hq"] | None = None,
+    soft_cap: float | None = None,
 ) -> tuple[Float[Array, "B T Hq dv"], Float[Array, "L P page Hkv d"], Float[Array, "L P page Hkv dv"]]:
     """See `pallas_kernels.paged_attention.paged_attention`."""
     k_pages = paging.write_rows(k_pages, k, layer, page_table, starts, lengths)
@@ -49,6 +52,9 @@ def paged_attention(
         value_dim=v.shape[-1] * (kv_heads if few else 1),
         scale=scale,
         max_length=max_length,
+        window=window,
+        sinks=sinks,
+        soft_cap=soft_cap,
     )
     if few:
         out = out.reshape(batch, tokens, kv_heads, heads // kv_heads, kv_heads, -1)

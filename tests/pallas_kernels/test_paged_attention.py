@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels import registry
+from pallas_kernels import paging, registry
 from pallas_kernels.paged_attention import paged_attention
 
 LAYERS, PAGE, WIDTH, KV_HEADS, GROUP, KEY_DIM, VALUE_DIM = 2, 8, 13, 2, 3, 10, 12
@@ -55,7 +55,8 @@ def make_call(tokens, starts, lengths, seed=0, poison=np.nan, shared=0):
     )
 
 
-jitted = jax.jit(functools.partial(paged_attention, scale=SCALE), static_argnames="max_length")
+jitted = jax.jit(functools.partial(paged_attention, scale=SCALE), static_argnames=("max_length", "window", "soft_cap"))
+SINKS = jnp.linspace(-1.5, 2.5, KV_HEADS * GROUP)
 
 
 def run(kind, call, **options):
@@ -64,7 +65,8 @@ def run(kind, call, **options):
 
 
 def assert_same(call, **options):
-    expected, got = run("reference", call), run("xla", call, **options)
+    features = {name: value for name, value in options.items() if name != "max_length"}
+    expected, got = run("reference", call, **features), run("xla", call, **options)
     assert np.isfinite(expected[0]).all()
     np.testing.assert_allclose(got[0], expected[0], atol=2e-5, rtol=0)
     for new_pages, expected_pages in zip(got[1:], expected[1:], strict=True):
@@ -193,3 +195,91 @@ def test_one_program_for_all_contexts():
     for start in (0, 50, 90):
         compiled(*make_call(1, [start], [1]))
     assert compiled._cache_size() == 1
+
+
+@pytest.mark.parametrize("window", [1, 11, 30])
+@pytest.mark.parametrize(
+    ("tokens", "starts", "lengths"),
+    [(1, [0, 5, 40, 93], [1, 1, 0, 1]), (3, [0, 7, 62, 16], [3, 2, 1, 0]), (65, [0, 39, 8], [65, 11, 64])],
+)
+def test_window_matches_reference_with_poison(window, tokens, starts, lengths):
+    call = make_call(tokens, starts, lengths)
+    assert_same(call, window=window)
+    assert_same(call, window=window, max_length=104)
+
+
+@pytest.mark.parametrize(
+    "features", [{"sinks": SINKS}, {"soft_cap": 0.7}, {"sinks": SINKS, "soft_cap": 1.3, "window": 9}]
+)
+@pytest.mark.parametrize("tokens", [1, 20])
+def test_sinks_and_soft_cap_match_reference(features, tokens):
+    assert_same(make_call(tokens, [0, 39, 8], [1, tokens, tokens // 2]), **features)
+
+
+def test_reference_features_are_their_definitions():
+    """Window, sink and cap against an independent computation; each one changes the output."""
+    call = make_call(4, [18], [4])
+    q, k, v, k_pages, v_pages, layer, table = call[:7]
+    past = [(int(table[0, p // PAGE]), p % PAGE) for p in range(18)]
+    keys = np.concatenate([np.stack([k_pages[layer, page, row] for page, row in past]), k[0]])
+    values = np.concatenate([np.stack([v_pages[layer, page, row] for page, row in past]), v[0]])
+    out, _, _ = run("reference", call, window=6, sinks=SINKS, soft_cap=0.8)
+    for t in range(4):
+        seen = slice(18 + t - 5, 19 + t)
+        for head in range(KV_HEADS * GROUP):
+            scores = np.exp(0.8 * np.tanh(SCALE * keys[seen, head // GROUP] @ np.asarray(q[0, t, head]) / 0.8))
+            expected = scores @ values[seen, head // GROUP] / (scores.sum() + np.exp(float(SINKS[head])))
+            np.testing.assert_allclose(out[0, t, head], expected, atol=1e-5)
+
+
+def test_time_follows_the_window():
+    """The trip count of the loop is the window's, not the context's, wherever the sequences are."""
+    call = make_call(1, [3, 90, 41], [1, 1, 1])
+    counts = []
+
+    def count_block(*_):
+        counts.append(1)
+
+    def counting(pages, layer, page_ids, written):
+        jax.debug.callback(count_block)
+        return read_pages(pages, layer, page_ids, written)
+
+    read_pages = paging.read_pages
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(paging, "read_pages", counting)
+        for window in (None, 2 * PAGE):
+            counts.clear()
+            jax.block_until_ready(paged_attention(*call, scale=SCALE, window=window))
+            jax.effects_barrier()
+            # Keys and values are read once a block of four pages.
+            assert len(counts) == 2 * (3 if window is None else 1)
+
+
+def test_window_and_sink_gradients_match_reference():
+    call = make_call(5, [17, 0], [5, 3])
+    weights = jax.random.normal(jax.random.key(3), (2, 5, KV_HEADS * GROUP, VALUE_DIM))
+
+    def loss(kind, max_length, sinks, *arrays):
+        with registry.force(kind):
+            out, _, _ = paged_attention(
+                *arrays, *call[5:], scale=SCALE, max_length=max_length, window=7, sinks=sinks, soft_cap=2.0
+            )
+        return (out * weights).sum()
+
+    expected = jax.jit(jax.grad(functools.partial(loss, "reference", None), argnums=range(6)))(SINKS, *call[:5])
+    got = jax.jit(jax.grad(functools.partial(loss, "xla", 24), argnums=range(6)))(SINKS, *call[:5])
+    for one, other in zip(got, expected, strict=True):
+        assert np.isfinite(one).all()
+        assert np.abs(other).max() > 0
+        np.testing.assert_allclose(one, other, atol=2e-5)
+
+
+@pytest.mark.parametrize("dim", [64, 80, 256])
+def test_published_head_widths(dim):
+    q, k, v, k_pages, v_pages, *rest = make_call(2, [9, 30], [2, 1])
+    repeats = -(-dim // KEY_DIM)
+
+    def widen(a):
+        return jnp.tile(a, repeats)[..., :dim]
+
+    assert_same((widen(q) / repeats, widen(k), widen(v), widen(k_pages), widen(v_pages), *rest), window=13, sinks=SINKS)
