@@ -29,9 +29,8 @@ class PolicyResult(msgspec.Struct, frozen=True, kw_only=True):
 
     computed_tokens: prompt tokens that went through prefill, which are all but those resumed from a checkpoint.
     gap_tokens: those of them that had been computed before.
-    growth_tokens: for each call, the context it ended with minus its parent's; a call that starts afresh or shortens
-        its context counts the tokens no one had seen.
-    amplification: (computed_tokens + generated_tokens) / growth_tokens; 1 is perfect.
+    growth_tokens: what the calls added to their contexts; see `call_growth`.
+    amplification: (computed_tokens + generated_tokens) / growth_tokens; never below 1, which is perfect.
     hit_rate: share of the prompt tokens that was resumed.
     extra_prefill: computed_tokens over those of a perfect token-level cache, minus 1.
     peak_checkpoints: the most checkpoints held at once.
@@ -83,6 +82,17 @@ POLICIES = (
 )
 """From nothing to all that the engine can keep, each a superset of the one before ("+"); the grids of block-aligned
 engines, alone and with prompt ends; and the bound."""
+
+
+def call_growth(context: int, parent_context: int | None, unseen: int) -> int:
+    """Tokens that a call added to the context it continues; what it computes over that is its amplification.
+
+    That is the context it ended with minus its parent's, but at most `unseen`, the prompt tokens that no one had seen
+    and the response: where another trajectory or a sibling had read the same, the cache has it already, and no one
+    needs to compute it again. A call that starts afresh or shortens its context counts `unseen`.
+    """
+    grown = 0 if parent_context is None else context - parent_context
+    return min(grown, unseen) if grown > 0 else unseen
 
 
 def simulate(
@@ -137,14 +147,13 @@ class Study:
             if self._block_size is None:
                 generated = len(call.response_ids)
                 self._generate(identity, call)
-            context = len(call.prompt_ids) + generated
-            grown = 0 if call.parent is None else context - contexts[call.parent]
-            contexts.append(context)
+            contexts.append(len(call.prompt_ids) + generated)
+            parent = None if call.parent is None else contexts[call.parent]
             self._calls += 1
             self._prompt += len(call.prompt_ids)
             self._generated += generated
             self._new += new
-            self._growth += grown if grown > 0 else new + generated
+            self._growth += call_growth(contexts[-1], parent, new + generated)
         if not self._shared:
             self._index.drop(identity=identity)
             for tally in self._tallies:

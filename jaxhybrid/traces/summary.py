@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from jaxhybrid.traces.record import CallRecord, RunRecord
-from jaxhybrid.traces.simulate import PolicyResult
+from jaxhybrid.traces.simulate import PolicyResult, call_growth
 
 LIMITS = {
     "none": "all that was known was reused",
@@ -25,8 +25,7 @@ LIMITS = {
 class Totals:
     """Sums over calls, in tokens; medians of the time to first token, in seconds, None without such a call.
 
-    `growth` is what a perfect cache would have to take in: for each call, the context it ended with minus the context
-    of its parent; a call that starts afresh or shortens its context counts the tokens no one had seen.
+    `growth` is what the calls added to their contexts; see `call_growth`.
     """
 
     name: str
@@ -58,7 +57,7 @@ class Totals:
 
     @property
     def amplification(self) -> float:
-        """Computed tokens over growth of the context: 1 is perfect."""
+        """Computed tokens over growth of the context: never below 1, which is perfect."""
         return self.computed / self.growth if self.growth else 1.0
 
     @property
@@ -151,6 +150,5 @@ def _growth(calls: Sequence[CallRecord]) -> int:
     growth = 0
     for call in calls:
         before = contexts.get((call.trajectory, call.parent)) if call.parent is not None else None
-        grown = call.context_tokens - before if before is not None else 0
-        growth += grown if grown > 0 else call.new_tokens + call.generated
+        growth += call_growth(call.context_tokens, before, call.new_tokens + call.generated)
     return growth

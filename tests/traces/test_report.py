@@ -333,6 +333,18 @@ def test_growth_counts_what_no_one_had_seen() -> None:
     assert totals.amplification == pytest.approx(186 / 166)
 
 
+def test_growth_leaves_out_what_another_trajectory_had_brought() -> None:
+    calls = [
+        call("a", 0, resumed=0, gap=0, new_tokens=100, generated=20),
+        call("a", 1, parent=0, resumed=120, gap=0, new_tokens=30, generated=10),
+        call("b", 0, resumed=100, gap=0, new_tokens=0, generated=20),
+        call("b", 1, parent=0, resumed=140, gap=10, new_tokens=0, generated=10),
+    ]
+    totals = total("all", calls)
+    assert totals.growth == 120 + 40 + 20 + 10
+    assert totals.amplification == pytest.approx((190 + 10) / 190)
+
+
 def test_interrupted_is_said(run: RunRecord) -> None:
     stopped = msgspec.structs.replace(run, interrupted=True)
     assert "--resume" in Tree(render(stopped)).root.all("p", "warning")[0].text()

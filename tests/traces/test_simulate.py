@@ -118,6 +118,20 @@ def test_growth_counts_a_fresh_context_by_what_is_new_and_a_fork_from_its_parent
     assert perfect.growth_tokens == 110 + 25 + 33 + 13
 
 
+def test_growth_holds_nothing_that_another_trajectory_had_brought():
+    conversation = [
+        call(ids(0, 100), ids(1000, 10)),
+        call(ids(0, 100) + ids(1000, 10) + ids(2000, 30), ids(3000, 7), parent=0),
+    ]
+    further = call([*ids(0, 100), *ids(1000, 10), *ids(2000, 30), *ids(3000, 7), *ids(4000, 5)], ids(5000, 3), parent=1)
+    same = trajectory(*conversation, id="a"), trajectory(*conversation, further, id="b")
+    (perfect,) = simulate(same, [Policy("perfect", None)])
+    assert perfect.computed_tokens == 100 + 30 + 5
+    assert perfect.generated_tokens == 2 * (10 + 7) + 3
+    assert perfect.growth_tokens == 110 + 37 + 10 + 7 + 8  # the second time, the responses alone are made
+    assert perfect.amplification == 1
+
+
 def test_trajectories_share_a_cache_or_start_from_an_empty_one():
     system = trajectory(call(ids(0, 80), ids(1000, 9)), id="a"), trajectory(call(ids(0, 80), ids(1000, 9)), id="b")
     apart, together = (by_name(simulate(system, shared=shared))["prompt end"] for shared in (False, True))
@@ -218,6 +232,14 @@ def test_every_policy_agrees_with_scanning_everything_seen(calls, every):
         if policy.retention is not None:
             gaps, kept = naive_gaps([run], policy.retention)
             assert (list(result.gap_by_call), result.peak_checkpoints) == (gaps, kept)
+
+
+@settings(max_examples=50, deadline=None)
+@given(calls=st.lists(CALLS, min_size=1, max_size=9))
+def test_no_policy_computes_less_than_the_growth(calls):
+    line = [replace(each, parent=number - 1 if number else None) for number, each in enumerate(calls)]
+    for result in simulate([trajectory(*line, id="a"), trajectory(*line, id="b")]):
+        assert result.amplification >= 1
 
 
 def test_results_so_far_are_those_of_the_trajectories_added():
