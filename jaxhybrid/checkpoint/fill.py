@@ -12,7 +12,8 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +22,22 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array, Bool, Shaped
 
 from jaxhybrid.checkpoint.problems import dtype_kind, raise_problems, show_path
-from jaxhybrid.checkpoint.safetensors_folder import CheckpointFolder, TensorInfo
+from jaxhybrid.checkpoint.safetensors_folder import TensorInfo
 
 LeafPath = tuple[Any, ...]  # keys, as Flax gives them: str and int
 Leaves = dict[LeafPath, Shaped[Array, "..."]]
+
+
+class TensorSource(Protocol):
+    """What `fill` needs of a checkpoint: `CheckpointFolder`, or `DequantisedFolder` over one."""
+
+    @property
+    def path(self) -> Path: ...
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]: ...
+    @property
+    def problems(self) -> tuple[str, ...]: ...
+    def read(self, name: str) -> Shaped[np.ndarray, "..."]: ...
 
 
 @dataclass(frozen=True)
@@ -48,7 +61,7 @@ class WeightRule:
 def fill(
     abstract: Mapping[LeafPath, jax.ShapeDtypeStruct],
     rules: Sequence[WeightRule],
-    folder: CheckpointFolder,
+    folder: TensorSource,
     ignore: Iterable[str] = (),
     check_finite: bool = True,
 ) -> Leaves:
@@ -62,6 +75,7 @@ def fill(
     looked at only once the headers are in order.
     """
     problems = [
+        *folder.problems,
         *_leaf_problems(abstract, rules),
         *_name_problems(rules, folder, ignore),
         *_header_problems(abstract, rules, folder),
@@ -73,10 +87,11 @@ def fill(
         by_name[rule.name].append(rule)
     leaves: Leaves = {}
     for info in sorted((folder.tensors[name] for name in by_name), key=lambda info: (info.file, info.offset)):
+        tensor = folder.read(info.name)
         for rule in by_name[info.name]:
             spec = abstract[rule.path]
             try:
-                value = _place(_prepare(folder, rule, spec), spec, rule.index)
+                value = _place(_prepare(tensor, rule, spec), spec, rule.index)
             except _UnfitError as error:
                 problems.append(f"{info.file.name}: {error}")
                 continue
@@ -88,6 +103,7 @@ def fill(
             _settle(leaves[rule.path])
             if check_finite and not finite:
                 problems.append(f"{info.file.name}: {rule.name!r}: expected finite values of {spec.dtype}")
+        del tensor
     raise_problems(problems, folder.path)
     # The same buffers under the sharding that was asked for.
     return {path: jax.device_put(leaf, abstract[path].sharding) for path, leaf in leaves.items()}
@@ -125,7 +141,7 @@ def _leaf_problems(abstract: Mapping[LeafPath, jax.ShapeDtypeStruct], rules: Seq
     return problems
 
 
-def _name_problems(rules: Sequence[WeightRule], folder: CheckpointFolder, ignore: Iterable[str]) -> list[str]:
+def _name_problems(rules: Sequence[WeightRule], folder: TensorSource, ignore: Iterable[str]) -> list[str]:
     known = {rule.name for rule in rules}
     ignored = [re.compile(pattern) for pattern in ignore]
     missing = [f"{name!r}: missing" for name in sorted(known - folder.tensors.keys())]
@@ -138,7 +154,7 @@ def _name_problems(rules: Sequence[WeightRule], folder: CheckpointFolder, ignore
 
 
 def _header_problems(
-    abstract: Mapping[LeafPath, jax.ShapeDtypeStruct], rules: Sequence[WeightRule], folder: CheckpointFolder
+    abstract: Mapping[LeafPath, jax.ShapeDtypeStruct], rules: Sequence[WeightRule], folder: TensorSource
 ) -> list[str]:
     problems = []
     for rule in rules:
@@ -175,9 +191,10 @@ class _UnfitError(Exception):
     """A tensor that doesn't fit its leaf, found out only from its values."""
 
 
-def _prepare(folder: CheckpointFolder, rule: WeightRule, spec: jax.ShapeDtypeStruct) -> Shaped[np.ndarray, "..."]:
+def _prepare(
+    value: Shaped[np.ndarray, "..."], rule: WeightRule, spec: jax.ShapeDtypeStruct
+) -> Shaped[np.ndarray, "..."]:
     """The tensor on the host, in the shape of the place it fills, in a dtype that the device holds exactly."""
-    value = folder.read(rule.name)
     if rule.convert is not None:
         value = rule.convert(value)
     place = spec.shape[len(rule.index) :]

@@ -82,6 +82,11 @@ class CheckpointFolder:
         return cls(folder, read_config(folder), _find_tensors(folder))
 
     @property
+    def problems(self) -> tuple[str, ...]:
+        """None: what headers alone can show is an error of `open`."""
+        return ()
+
+    @property
     def files(self) -> tuple[Path, ...]:
         """The safetensors files that hold the tensors, by name."""
         return tuple(sorted({info.file for info in self.tensors.values()}))
