@@ -8,7 +8,7 @@ from typing import TypeVar
 from jaxhybrid.traces.trajectory import BlockCall, Message, MessageCall, TextCall
 
 MIN_SHARED_CHARACTERS = 64
-"""A shorter opening in common is a role label or a greeting, not a context to fork from."""
+"""A shorter opening in common is a role label or a greeting, not a context to fork from, unless it is a whole prompt."""
 
 C = TypeVar("C", MessageCall, TextCall, BlockCall)
 
@@ -80,13 +80,30 @@ def _key(message: Message, known: dict[int, str]) -> str:
     return key
 
 
+def with_lines(calls: Sequence[TextCall]) -> tuple[TextCall, ...]:
+    """Calls that know their parents, with each line of conversation a branch: for logs that mix several unnamed roles.
+
+    A call without a parent opens a line, "main" or "line-2" and so on; others are of their parent's.
+    """
+    lined: list[TextCall] = []
+    lines = 0
+    for call in calls:
+        lines += call.parent is None
+        opened = "main" if lines == 1 else f"line-{lines}"
+        lined.append(replace(call, branch=opened if call.parent is None else lined[call.parent].branch))
+    return tuple(lined)
+
+
 def _text_parents(texts: Sequence[str]) -> list[int | None]:
     parents: list[int | None] = []
     for index, text in enumerate(texts):
-        best, parent = MIN_SHARED_CHARACTERS - 1, None
+        best, parent = 0, None
         for earlier in range(index - 1, -1, -1):
-            if texts[earlier][: best + 1] == text[: best + 1] and best < min(len(text), len(texts[earlier])):
-                best, parent = _shared_length(texts[earlier], text), earlier
+            other = texts[earlier]
+            if other[: best + 1] == text[: best + 1] and best < min(len(text), len(other)):
+                shared = _shared_length(other, text)
+                if shared >= min(MIN_SHARED_CHARACTERS, len(other)):
+                    best, parent = shared, earlier
         parents.append(parent)
     return parents
 

@@ -133,16 +133,39 @@ class TestTraceLab:
             "timing_events": [{"event_type": "user_message", "timestamp": "1970-01-01T00:00:02Z"}],
         }
 
-    def test_prefixes_are_taken_from_the_context_before(self, tmp_path):
-        rows = [self.round(1, 20, 13), self.round(0, 10, 4), self.round(2, 8, 0)]
+    def test_a_prompt_with_room_for_the_context_before_goes_on_from_all_of_it(self, tmp_path):
+        rows = [self.round(1, 20, 8), self.round(0, 10, 4), self.round(2, 8, 0)]
         (run,) = read(tmp_path, rows)
         assert (run.id, run.format) == ("s", "tracelab")
         first, second, third = (call.blocks.tolist() for call in run.calls)
         assert first == list(range(10))  # what an earlier session left in the provider's cache is new to this one
-        assert second == [*range(10), 10, 11, 12, *range(15, 22)]  # prompt, 3 of 5 response tokens, 7 new
+        assert second == list(range(20))  # prompt, response and 5 new: the hit ended where the provider's cache did
         assert set(third).isdisjoint(second)
         assert [call.parent for call in run.calls] == [None, 0, None]
         assert run.calls[0].timestamp_s == 2.0
+
+    def test_a_shorter_prompt_dropped_what_followed_an_earlier_one(self, tmp_path):
+        rows = [self.round(0, 300, 0, 50), self.round(1, 400, 256, 60), self.round(2, 430, 256, 70)]
+        (run,) = read(tmp_path, rows)
+        first, second, third = (call.blocks.tolist() for call in run.calls)
+        assert second == list(range(400))
+        assert third[:300] == first  # not the 256 whole blocks of it that the provider counts
+        assert set(third[300:]).isdisjoint(second)
+        assert [call.parent for call in run.calls] == [None, 0, 1]
+        rows[2] = self.round(2, 430, 128, 70)  # a block further off: the hit is all that is known
+        (run,) = read(tmp_path, rows)
+        assert run.calls[2].blocks.tolist()[:129] == [*range(128), 460]
+
+    def test_a_hit_longer_than_the_latest_context_is_of_an_earlier_one(self, tmp_path):
+        rows = [self.round(0, 300, 0, 50), self.round(1, 40, 0), self.round(2, 360, 256)]
+        (run,) = read(tmp_path, rows)
+        assert [call.parent for call in run.calls] == [None, None, 0]
+        assert run.calls[2].blocks.tolist()[:351] == [*range(350), 395]
+
+    def test_counts_that_a_provider_leaves_out_are_none(self, tmp_path):
+        row = self.round(0, 10, None) | {"output_tokens": None, "timing_events": None}
+        (run,) = read(tmp_path, [row])
+        assert (run.calls[0].input_length, run.calls[0].output_length, run.calls[0].timestamp_s) == (10, 0, None)
 
     @pytest.mark.parametrize(
         ("total", "prefix", "problem"),

@@ -1,6 +1,6 @@
 import numpy as np
 
-from jaxhybrid.traces.lineage import MIN_SHARED_CHARACTERS, PrefixTrie, with_parents
+from jaxhybrid.traces.lineage import MIN_SHARED_CHARACTERS, PrefixTrie, with_lines, with_parents
 from jaxhybrid.traces.trajectory import BlockCall, MessageCall, TextCall
 
 
@@ -81,3 +81,14 @@ def test_text_calls_need_more_than_a_greeting_in_common():
     head = "x" * MIN_SHARED_CHARACTERS
     texts = [head, head + "one", head[1:] + "-", head + "one two", head + "other", head + "one"]
     assert parents([TextCall(text=text, response_text="") for text in texts]) == [None, 0, None, 1, 3, 3]
+
+
+def test_a_short_prompt_is_continued_by_one_that_begins_with_all_of_it():
+    texts = ["Hi!", "Hi there", "Hi!\nA table for two.", "Hi!\nA table", "Hi!\nA table for two.\nToday."]
+    assert parents([TextCall(text=text, response_text="") for text in texts]) == [None, None, 0, 0, 2]
+
+
+def test_every_conversation_of_a_log_without_names_is_a_line_of_its_own():
+    texts = ["Hi!", "I need a table.", "Hi!\nFor two.", "I need a table.\nWhen?", "Sum up.", "Hi!\nFor two.\nNow."]
+    calls = with_lines(with_parents([TextCall(text=text, response_text="") for text in texts]))
+    assert [call.branch for call in calls] == ["main", "line-2", "main", "line-2", "line-3", "main"]

@@ -146,6 +146,22 @@ def test_tracelab_is_read_or_reported():
     assert all(":1: expected JSON" in str(error) for error in errors)
 
 
+def test_tracelab_sessions_append_but_where_a_user_turn_drops_reasoning():
+    for run in read("tracelab")[0]:
+        tokens = tokenise(run, WideTokenizer()).calls
+        assert [call.parent for call in run.calls] == [None, *range(len(run.calls) - 1)]
+        cut = []
+        for number, (call, later) in enumerate(pairwise(tokens), start=1):
+            context = np.concatenate([call.prompt_ids, call.response_ids])
+            if not np.array_equal(later.prompt_ids[: len(context)], context):
+                cut.append(
+                    (number, int((later.prompt_ids[: len(context)] != context[: len(later.prompt_ids)]).argmax()))
+                )
+        # What they go back to is the end of the prompt that began the user's turn before.
+        first, sixth = len(tokens[0].prompt_ids), len(tokens[5].prompt_ids)
+        assert cut == ([(5, first), (7, sixth)] if run.id.startswith("codex") else [])
+
+
 def test_every_trajectory_becomes_tokens():
     files = [file for file in find_files([TRACES]) if file.parent.name not in ("mooncake", "mini-swe-agent")]
     runs = [item for file in files for item in read_file(file) if isinstance(item, Trajectory)]

@@ -35,7 +35,7 @@ _ROLES = {"system": "system", "user": "user", "agent": "assistant"}
 class _ToolCall(msgspec.Struct):
     tool_call_id: str
     function_name: str
-    arguments: dict[str, Any] = {}
+    arguments: dict[str, Any] | None = None
 
 
 class _Reference(msgspec.Struct):
@@ -49,7 +49,7 @@ class _Result(msgspec.Struct):
 
 
 class _Observation(msgspec.Struct):
-    results: list[_Result] = []
+    results: list[_Result] | None = None
 
 
 class _Step(msgspec.Struct):
@@ -68,7 +68,7 @@ class _Step(msgspec.Struct):
 
     @property
     def results(self) -> list[_Result]:
-        return self.observation.results if self.observation else []
+        return (self.observation.results if self.observation else None) or []
 
 
 class _Agent(msgspec.Struct):
@@ -77,7 +77,7 @@ class _Agent(msgspec.Struct):
 
 class _Trajectory(msgspec.Struct):
     steps: list[_Step]
-    agent: _Agent = msgspec.field(default_factory=_Agent)
+    agent: _Agent | None = None
     session_id: str | None = None
     trajectory_id: str | None = None
     subagent_trajectories: list["_Trajectory"] | None = None
@@ -108,7 +108,7 @@ def _calls(document: _Trajectory, source: str, branch: str) -> list[MessageCall]
         made = _messages(step, f"{source}: {branch} step {number + 1}")
         messages += made
         step_of += [number] * len(made)
-    tools = document.agent.tool_definitions
+    tools = document.agent.tool_definitions if document.agent else None
     own = cut_into_calls(
         messages,
         f"{source}: {branch}",
@@ -149,7 +149,7 @@ def _messages(step: _Step, source: str) -> list[Message]:
         message["reasoning_content"] = step.reasoning_content
     if step.tool_calls:
         message["tool_calls"] = [
-            {"id": call.tool_call_id, "function": {"name": call.function_name, "arguments": call.arguments}}
+            {"id": call.tool_call_id, "function": {"name": call.function_name, "arguments": call.arguments or {}}}
             for call in step.tool_calls
         ]
     return [message, *(_observed(result, source) for result in step.results)]

@@ -2,8 +2,9 @@
 
 JSON lines, one call each, in any order:
   {"timestamp": microseconds, "input": "the whole prompt", "output": "the response", "session_id": "..."}
-The calls of one session make one trajectory, in order of time. A call with an empty input is an error: there is nothing
-to compute. An empty output is a response that the log does not hold (a tool call, say).
+The calls of one session make one trajectory, in order of time. Several roles may share a session unnamed (an agent and
+the user that another model plays): each conversation that begins anew is a branch. A call with an empty input is an error: there is nothing
+to compute. An output that is empty or null is a response that the log does not hold (a tool call, say).
 """
 
 from collections.abc import Iterable, Iterator
@@ -13,7 +14,7 @@ import msgspec
 
 from jaxhybrid.errors import TraceError
 from jaxhybrid.traces.files import Record, read_entries
-from jaxhybrid.traces.lineage import with_parents
+from jaxhybrid.traces.lineage import with_lines, with_parents
 from jaxhybrid.traces.trajectory import TextCall, Trajectory
 
 FORMAT = "call_log"
@@ -22,8 +23,8 @@ FORMAT = "call_log"
 class _Row(msgspec.Struct):
     timestamp: float
     input: str
-    output: str
-    session_id: str
+    output: str | None
+    session_id: str | int
 
 
 def recognises(value: Any) -> bool:
@@ -41,8 +42,8 @@ def read(records: Iterable[Record]) -> Iterator[Trajectory | TraceError]:
             yield error
             continue
         time = row.timestamp / 1e6
-        call = TextCall(text=row.input, response_text=row.output, timestamp_s=time)
-        sessions.setdefault(row.session_id, []).append((time, record.source, call))
+        call = TextCall(text=row.input, response_text=row.output or "", timestamp_s=time)
+        sessions.setdefault(str(row.session_id), []).append((time, record.source, call))
     for session, calls in sessions.items():
         calls.sort(key=lambda entry: entry[0])
-        yield Trajectory(session, calls[0][1], FORMAT, with_parents([call for _, _, call in calls]))
+        yield Trajectory(session, calls[0][1], FORMAT, with_lines(with_parents([call for _, _, call in calls])))

@@ -60,7 +60,7 @@ def _tool_call(call: Any, source: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise TraceError(f"{source}: expected tool calls with function.name, got {call!r:.80}")
-    arguments = function.get("arguments", {})
+    arguments = {} if function.get("arguments") is None else function["arguments"]
     if not isinstance(arguments, str | dict):
         raise TraceError(f"{source}: expected tool-call arguments as text or object, got {type(arguments).__name__}")
     result = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}

@@ -26,9 +26,9 @@ SYSTEM_PROMPT_BLOCKS = 1
 
 
 class _Row(msgspec.Struct):
-    timestamp: float
+    timestamp: float | None
     input_length: int
-    output_length: int
+    output_length: int | None
     hash_ids: list[HashId]
 
 
@@ -70,7 +70,7 @@ def _call(record: Record) -> BlockCall:
         row.hash_ids,
         BLOCK_SIZE,
         row.input_length,
-        row.output_length,
+        row.output_length or 0,
         record.source,
-        timestamp_s=row.timestamp / 1e3,
+        timestamp_s=None if row.timestamp is None else row.timestamp / 1e3,
     )

@@ -30,7 +30,7 @@ FORMAT = "openai_chat"
 class _Conversation(msgspec.Struct):
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
-    calls: list[dict[str, Any]] = []
+    calls: list[dict[str, Any]] | None = None
     id: str | int | None = None
     instance_id: str | None = None
 
@@ -40,7 +40,7 @@ class _Exchange(msgspec.Struct):
     response: dict[str, Any]
     tools: list[dict[str, Any]] | None = None
     session_id: str | int | None = None
-    branch: str = "main"
+    branch: str | None = None
     timestamp: float | None = None
 
 
@@ -92,7 +92,8 @@ def _conversation(record: Record) -> Trajectory:
 def _clock(conversation: _Conversation) -> Callable[[int], float | None]:
     """Unix seconds at which the provider took the call that ends in message i, where the log says so."""
     assistants = [i for i, message in enumerate(conversation.messages) if message.get("role") == "assistant"]
-    log = conversation.calls if len(conversation.calls) == len(assistants) else []
+    log = conversation.calls or []
+    log = log if len(log) == len(assistants) else []
     times = {i: entry.get("created") for i, entry in zip(assistants, log, strict=False)}
 
     def started(i: int) -> float | None:
@@ -125,6 +126,6 @@ def _call(exchange: _Exchange, record: Record) -> MessageCall:
         ),
         response=normalise(response, f"{record.source}: response"),
         tools=tuple(exchange.tools) if exchange.tools else None,
-        branch=exchange.branch,
+        branch=exchange.branch or "main",
         timestamp_s=exchange.timestamp,
     )

@@ -26,13 +26,13 @@ FORMAT = "swe_agent"
 
 
 class _Step(msgspec.Struct):
-    response: str = ""
+    response: str | None = None
     query: list[dict[str, Any]] | None = None
 
 
 class _Run(msgspec.Struct):
     history: list[dict[str, Any]]
-    trajectory: list[_Step] = []
+    trajectory: list[_Step] | None = None
 
 
 def recognises(value: Any) -> bool:
@@ -43,7 +43,7 @@ def read(records: Iterable[Record]) -> Iterator[Trajectory | TraceError]:
     for record in read_entries(records):
         try:
             run = record.convert(_Run)
-            asked = bool(run.trajectory) and all(step.query for step in run.trajectory)
+            asked = bool(run.trajectory) and all(step.query for step in run.trajectory or ())
             calls = _from_queries(run, record.source) if asked else _from_history(run, record.source)
             if not calls:
                 raise TraceError(f"{record.source}: expected an assistant entry in history, got none")
@@ -83,10 +83,10 @@ def _is_response(entry: dict[str, Any]) -> bool:
 def _from_queries(run: _Run, source: str) -> list[MessageCall]:
     written = [entry for entry in run.history if _is_response(entry)]
     calls = []
-    for number, step in enumerate(run.trajectory):
+    for number, step in enumerate(run.trajectory or ()):
         place = f"{source}: step {number}"
         response: Message = {"role": "assistant", "content": step.response}
-        if written and text_of(written[0].get("content"), place) == step.response:
+        if written and text_of(written[0].get("content"), place) == (step.response or ""):
             response = written.pop(0)
         prompt = tuple(normalise(_openai(message), f"{place}: query") for message in step.query or ())
         calls.append(MessageCall(messages=prompt, response=normalise(response, place)))

@@ -29,7 +29,7 @@ _TURN = re.compile(r"^(system|user|assistant|tool): ", re.MULTILINE)
 class _Result(msgspec.Struct):
     task_id: int | str
     traj: list[Any]
-    trial: int = 0
+    trial: int | None = None
 
 
 class _Dialogue(msgspec.Struct):
@@ -55,7 +55,7 @@ def _trajectory(record: Record) -> Trajectory:
         name, messages = record.name, _parse(record.convert(_Dialogue).messages_display)
     else:
         result = record.convert(_Result)
-        name, messages = f"{record.file.stem}-task{result.task_id}-trial{result.trial}", result.traj
+        name, messages = f"{record.file.stem}-task{result.task_id}-trial{result.trial or 0}", result.traj
     calls = cut_into_calls(messages, record.source)
     if not calls:
         raise TraceError(f"{record.source}: expected an assistant message after a prompt, got {len(messages)} messages")

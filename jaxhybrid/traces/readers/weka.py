@@ -6,8 +6,9 @@
 
 `hash_ids` name the full blocks of the prompt: floor(in / block_size) of them. A sub-agent's requests have times from
 its own start, and its own entry is written when it ends: it started at t - duration_ms. Calls are put in order of time,
-so sub-agents that ran side by side interleave. Sub-agents are branches named by `agent_id` (nested ones joined by "/").
-Hashes are compared within the session, or across all files where `hash_id_scope` is "global".
+so sub-agents that ran side by side interleave; a request without a time keeps its place after the one before it.
+Sub-agents are branches named by `agent_id` (nested ones joined by "/"). Hashes are compared within the session, or
+across all files where `hash_id_scope` is "global". What is null or left out counts as nothing.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -31,12 +32,12 @@ HashId = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
 class _Request(msgspec.Struct):
     type: str
-    t: float = 0.0
-    input_length: int = msgspec.field(default=0, name="in")
-    output_length: int = msgspec.field(default=0, name="out")
+    t: float | None = None
+    input_length: int | None = msgspec.field(default=None, name="in")
+    output_length: int | None = msgspec.field(default=None, name="out")
     hash_ids: list[HashId] | None = None
-    agent_id: str = "subagent"
-    duration_ms: float = 0.0
+    agent_id: str | None = None
+    duration_ms: float | None = None
     requests: list["_Request"] | None = None
 
 
@@ -44,7 +45,7 @@ class _Session(msgspec.Struct):
     id: str
     block_size: int
     requests: list[_Request]
-    hash_id_scope: str = "local"
+    hash_id_scope: str | None = None
 
 
 def recognises(value: Any) -> bool:
@@ -71,11 +72,14 @@ def read(records: Iterable[Record]) -> Iterator[Trajectory | TraceError]:
 def _calls(
     requests: Sequence[_Request], block_size: int, branch: str, start_s: float, source: str
 ) -> Iterator[BlockCall]:
+    time_s = 0.0
     for number, request in enumerate(requests):
         place = f"{source}: {branch} request {number}"
+        time_s = time_s if request.t is None else request.t
         if request.requests is not None:
-            name = request.agent_id if branch == "main" else f"{branch}/{request.agent_id}"
-            began_s = start_s + request.t - request.duration_ms / 1e3
+            agent = request.agent_id or "subagent"
+            name = agent if branch == "main" else f"{branch}/{agent}"
+            began_s = start_s + time_s - (request.duration_ms or 0.0) / 1e3
             yield from _calls(request.requests, block_size, name, began_s, place)
             continue
         if request.hash_ids is None:
@@ -83,11 +87,11 @@ def _calls(
         yield block_call(
             request.hash_ids,
             block_size,
-            request.input_length,
-            request.output_length,
+            request.input_length or 0,
+            request.output_length or 0,
             place,
             branch=branch,
-            timestamp_s=start_s + request.t,
+            timestamp_s=start_s + time_s,
         )
 
 
