@@ -8,7 +8,7 @@ from typing import TypeVar
 from jaxhybrid.traces.trajectory import BlockCall, Message, MessageCall, TextCall
 
 MIN_SHARED_CHARACTERS = 64
-"""A shorter opening in common is a role label or a greeting, not a context to fork from, unless it is all of a prompt."""
+"""A shorter opening in common is a role label or a greeting, not a context to fork from, but for a whole prompt."""
 
 C = TypeVar("C", MessageCall, TextCall, BlockCall)
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from byte_tokenizer import ByteTokenizer
 
+from jaxhybrid.engine.lineage import common_prefix
 from jaxhybrid.errors import TraceError
 from jaxhybrid.traces.files import find_files
 from jaxhybrid.traces.recognise import read_file
@@ -154,9 +155,7 @@ def test_tracelab_sessions_append_but_where_a_user_turn_drops_reasoning():
         for number, (call, later) in enumerate(pairwise(tokens), start=1):
             context = np.concatenate([call.prompt_ids, call.response_ids])
             if not np.array_equal(later.prompt_ids[: len(context)], context):
-                cut.append(
-                    (number, int((later.prompt_ids[: len(context)] != context[: len(later.prompt_ids)]).argmax()))
-                )
+                cut.append((number, common_prefix(later.prompt_ids, context)))
         # What they go back to is the end of the prompt that began the user's turn before.
         first, sixth = len(tokens[0].prompt_ids), len(tokens[5].prompt_ids)
         assert cut == ([(5, first), (7, sixth)] if run.id.startswith("codex") else [])

@@ -3,8 +3,9 @@
 JSON lines, one call each, in any order:
   {"timestamp": microseconds, "input": "the whole prompt", "output": "the response", "session_id": "..."}
 The calls of one session make one trajectory, in order of time. Several roles may share a session unnamed (an agent and
-the user that another model plays): each conversation that begins anew is a branch. A call with an empty input is an error: there is nothing
-to compute. An output that is empty or null is a response that the log does not hold (a tool call, say).
+the user that another model plays): each conversation that begins anew is a branch. A call with an empty input is an
+error: there is nothing to compute. An output that is empty or null is a response that the log does not hold (a tool
+call, say).
 """
 
 from collections.abc import Iterable, Iterator
