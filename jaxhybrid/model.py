@@ -14,12 +14,14 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from jaxhybrid.checkpoint.dequantise import DequantisedFolder
 from jaxhybrid.checkpoint.fill import fill
 from jaxhybrid.checkpoint.fingerprint import config_fingerprint, weights_fingerprint
 from jaxhybrid.checkpoint.orbax_folder import OrbaxFolder, is_orbax_folder, save_orbax
 from jaxhybrid.checkpoint.safetensors_folder import CheckpointFolder, read_config
 from jaxhybrid.config import ModelConfig
 from jaxhybrid.errors import ConfigError, TokenError
+from jaxhybrid.generation import GENERATION_CONFIG, GenerationDefaults, read_generation_defaults
 from jaxhybrid.layers.decoder import Decoder, Execution, abstract_decoder
 from jaxhybrid.models import family_of
 from jaxhybrid.models.config_reader import ConfigReader
@@ -36,7 +38,7 @@ TOKENIZER_FILES = (
     "tokenizer_config.json",
     "chat_template.jinja",
     "special_tokens_map.json",
-    "generation_config.json",
+    GENERATION_CONFIG,
 )
 FORWARD_CHUNK = 512  # tokens per program call of `forward`: bounds its activations, not its length
 FORWARD_PAGE = 64
@@ -61,6 +63,11 @@ class Model:
         from jaxhybrid.chat import ChatTokenizer  # scoring tokens needs no tokenizer
 
         return ChatTokenizer.from_folder(self.path)
+
+    @cached_property
+    def generation_defaults(self) -> GenerationDefaults:
+        """End tokens and sampling that the checkpoint recommends; see `Sampling.from_defaults`."""
+        return read_generation_defaults(self.path, self.config.eos_token_ids)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -127,7 +134,7 @@ def load_model(
     else:
         table = WeightTable(config, execution)
         family.weights(table, config)
-        leaves = fill(wanted, table.rules, CheckpointFolder.open(folder))
+        leaves = fill(wanted, table.rules, DequantisedFolder.over(CheckpointFolder.open(folder)))
     parameters = nnx.from_flat_state([(leaf, variable.replace(leaves[leaf])) for leaf, variable in flat])
     return Model(config, graph, parameters, StateDtypes(state_dtype, jnp.dtype(dtype).name), folder)
 

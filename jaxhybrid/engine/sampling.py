@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
 from jaxhybrid.errors import ConfigError
+from jaxhybrid.generation import GenerationDefaults
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,11 @@ class Sampling:
         wrong = [f"{name}={getattr(self, name)!r}" for name, fine in checks.items() if not fine]
         if wrong:
             raise ConfigError(f"sampling options out of range: {', '.join(wrong)}")
+
+    @classmethod
+    def from_defaults(cls, defaults: GenerationDefaults, **options: Any) -> Self:
+        """As the checkpoint recommends (`model.generation_defaults`), apart from `options`."""
+        return cls(**(asdict(defaults) | options))
 
 
 @dataclass(frozen=True)
