@@ -76,6 +76,8 @@ def block_pages(query_rows: int, batch: int, page_size: int, table_width: int) -
 
 Pages = TypeVar("Pages")
 Carry = TypeVar("Carry")
+# Of query rows [B, Hkv, R]: running maximum, sum of exponentials, and their weighted sum of values [B, Hkv, R, dv].
+SoftmaxSums = tuple[Float[Array, "B Hkv R"], Float[Array, "B Hkv R"], Float[Array, "B Hkv R dv"]]
 
 
 def loop_with_pages(
@@ -114,6 +116,7 @@ def attend_blocks(
     window: int | None = None,
     sinks: Float[Array, " Hq"] | None = None,
     soft_cap: float | None = None,
+    before: SoftmaxSums | None = None,
 ) -> tuple[Float[Array, "B T Hq dv"], Pages]:
     """Causal softmax attention with a running maximum and sum (Milakov and Gimelshein 2018, as in FlashAttention).
 
@@ -121,8 +124,8 @@ def attend_blocks(
     `read_block` turns the pages, the ids of n of them, and which of their rows hold a token, into keys and values that
     are finite throughout. A sequence's loop begins at the first page that its first query sees, and all end after as
     many blocks as the longest takes; with `max_length`, a Python int no smaller than any starts + lengths, the trip
-    count is static and the loop can be differentiated. Accumulates in float32. Padded steps give 0. Returns the pages
-    as well, for the caller to go on with.
+    count is static and the loop can be differentiated. `before`: the sums over keys that are not in pages, in place of
+    sinks. Accumulates in float32. Padded steps give 0. Returns the pages as well, for the caller to go on with.
     """
     batch, tokens, heads, _ = q.shape
     width = block_pages(tokens * heads, batch, page_size, page_table.shape[1])
@@ -160,7 +163,7 @@ def attend_blocks(
         return new_highest, total, accumulated * shrink[..., None] + update
 
     rows = queries.shape[:-1]
-    carry = (*_before_any_key(sinks, rows, tokens), jnp.zeros((*rows, value_dim)))
+    carry = before or (*_before_any_key(sinks, rows, tokens), jnp.zeros((*rows, value_dim)))
     blocks: int | Int[Array, ""] = ((ends - first_page * page_size).max() + block - 1) // block
     if max_length is not None:
         reach = max_length if window is None else min(max_length, page_size + window + tokens - 2)
@@ -180,3 +183,46 @@ def _before_any_key(
         return jnp.full(rows, _LOWEST), jnp.zeros(rows)
     per_row = jnp.repeat(sinks.astype(jnp.float32).reshape(rows[1], -1), tokens, axis=1)
     return jnp.broadcast_to(per_row, rows), jnp.ones(rows)
+
+
+def attend_chosen(
+    q: Float[Array, "B T H d"],
+    pages: Float[Array, "L P page d"],
+    chosen: Int[Array, "B T K"],
+    layer: int | Int[Array, ""],
+    page_table: Int[Array, "B W"],
+    *,
+    scale: float,
+    max_length: int | None = None,
+    before: SoftmaxSums | None = None,
+) -> tuple[Float[Array, "B T H d"], Float[Array, "L P page d"]]:
+    """As `attend_blocks`, over each query's chosen positions alone, whose rows are key and value of all heads.
+
+    `chosen[b, t]`: distinct positions in any order, then -1. `before`: sums of rows [B * T, 1, H]. A query without any
+    key gives 0.
+    """
+    page_size, count = pages.shape[2], (chosen >= 0).sum(axis=-1).reshape(-1)
+    page = jnp.take_along_axis(page_table[:, None], chosen // page_size, axis=2, mode="clip")
+    row_ids = jnp.where(chosen >= 0, page * page_size + chosen % page_size, 0)
+
+    def read_rows(pages, row_ids, written):
+        rows = pages[layer, row_ids // page_size, row_ids % page_size]
+        rows = jnp.where(written[..., None], rows, 0)[:, None]
+        return rows, rows
+
+    # Each query is a sequence of its own, and each of its chosen rows a page of one token: it sees all of them.
+    out, pages = attend_blocks(
+        q.reshape(-1, 1, *q.shape[2:]),
+        pages,
+        read_rows,
+        row_ids.reshape(-1, row_ids.shape[-1]),
+        count - 1,
+        (count > 0).astype(jnp.int32),
+        page_size=1,
+        num_kv_heads=1,
+        value_dim=q.shape[-1],
+        scale=scale,
+        max_length=None if max_length is None else chosen.shape[-1],
+        before=before,
+    )
+    return out.reshape(q.shape), pages

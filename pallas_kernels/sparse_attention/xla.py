@@ -5,17 +5,13 @@ long chunk are ever whole.
 """
 
 import math
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import paging
-
-# Elements of the largest intermediate array of a tile: a few megabytes, so that it stays in a cache.
-TILE_ELEMENTS = 1 << 21
+from pallas_kernels import paging, tiles
 
 
 def index_top_k(
@@ -65,8 +61,8 @@ def index_top_k(
         (best, chosen), pages = paging.loop_with_pages(blocks, merge_block, carry, pages)
         return pages, jnp.where(best > -jnp.inf, chosen, -1)
 
-    tile = max(1, TILE_ELEMENTS // (batch * index_q.shape[2] * block))
-    pages, chosen = _over_tiles(choose, tile, pages, *map(lax.stop_gradient, (index_q, index_weights)), seen)
+    tile = tiles.steps(batch * index_q.shape[2] * block)
+    pages, chosen = tiles.over(choose, tile, pages, *map(lax.stop_gradient, (index_q, index_weights)), seen)
     return chosen, pages
 
 
@@ -91,60 +87,18 @@ def sparse_latent_attention(
 
     In the absorbed form: queries share no keys, so expanding latents would never pay.
     """
-    (batch, _, heads, _), rank, page_size = q_nope.shape, latent.shape[-1], pages.shape[2]
+    rank = latent.shape[-1]
     new_rows = jnp.concatenate([latent, k_rope], axis=-1)
     pages = paging.write_rows(pages, new_rows, layer, page_table, starts, lengths)
     q_nope, q_rope = paging.zero_padding(q_nope, lengths), paging.zero_padding(q_rope, lengths)
     q = jnp.concatenate([jnp.einsum("bthd,hdr->bthr", q_nope, w_k), q_rope], axis=-1)
 
     def attend(
-        pages: Array, q: Float[Array, "B t H d"], chosen: Int[Array, "B t K"]
-    ) -> tuple[Array, Float[Array, "B t H d"]]:
-        # Each query is a sequence of its own: its chosen rows, each a page of one token, of which it sees all.
-        count = (chosen >= 0).sum(axis=-1).reshape(-1)
-        page = jnp.take_along_axis(page_table[:, None], chosen // page_size, axis=2, mode="clip")
-        row_ids = jnp.where(chosen >= 0, page * page_size + chosen % page_size, 0)
+        pages: Array, q: Float[Array, "B t H r+dr"], chosen: Int[Array, "B t K"]
+    ) -> tuple[Array, Float[Array, "B t H r+dr"]]:
+        out, pages = paging.attend_chosen(q, pages, chosen, layer, page_table, scale=scale, max_length=max_length)
+        return pages, out
 
-        def read_rows(pages, row_ids, written):
-            rows = pages[layer, row_ids // page_size, row_ids % page_size]
-            rows = jnp.where(written[..., None], rows, 0)[:, None]
-            return rows, rows
-
-        out, pages = paging.attend_blocks(
-            q.reshape(-1, 1, *q.shape[2:]),
-            pages,
-            read_rows,
-            row_ids.reshape(-1, row_ids.shape[-1]),
-            count - 1,
-            (count > 0).astype(jnp.int32),
-            page_size=1,
-            num_kv_heads=1,
-            value_dim=q.shape[-1],
-            scale=scale,
-            max_length=None if max_length is None else chosen.shape[-1],
-        )
-        return pages, out.reshape(q.shape)
-
-    row_elements = paging.MIN_BLOCK_TOKENS * (heads + pages.shape[-1])
-    pages, out = _over_tiles(attend, max(1, TILE_ELEMENTS // (batch * row_elements)), pages, q, chosen)
+    tile = tiles.steps(q.shape[0] * paging.MIN_BLOCK_TOKENS * (q.shape[2] + pages.shape[-1]))
+    pages, out = tiles.over(attend, tile, pages, q, chosen)
     return jnp.einsum("bthr,hvr->bthv", out[..., :rank], w_v).astype(q_nope.dtype), pages
-
-
-def _over_tiles(
-    function: Callable[..., tuple[Array, Array]], tile: int, pages: Array, *arrays: Array
-) -> tuple[Array, Array]:
-    """function(pages, *arrays) -> (pages, out [B, T, ...]), `tile` steps of each array [B, T, ...] at a time.
-
-    Steps that fill up the last tile are 0, as those of padding.
-    """
-    batch, tokens = arrays[0].shape[:2]
-    if tokens <= tile:
-        return function(pages, *arrays)
-    tiles = -(-tokens // tile)
-
-    def split(array: Array) -> Array:
-        padded = jnp.pad(array, ((0, 0), (0, tiles * tile - tokens), *[(0, 0)] * (array.ndim - 2)))
-        return jnp.moveaxis(padded.reshape(batch, tiles, tile, *array.shape[2:]), 1, 0)
-
-    pages, out = lax.scan(lambda pages, step: function(pages, *step), pages, tuple(map(split, arrays)))
-    return pages, jnp.moveaxis(out, 0, 1).reshape(batch, tiles * tile, *out.shape[3:])[:, :tokens]

@@ -23,7 +23,7 @@ CASES = [
 @pytest.fixture(autouse=True)
 def small_blocks_and_tiles(monkeypatch):
     monkeypatch.setattr("pallas_kernels.paging.MIN_BLOCK_TOKENS", 2 * PAGE)
-    monkeypatch.setattr("pallas_kernels.sparse_attention.xla.TILE_ELEMENTS", 7000)
+    monkeypatch.setattr("pallas_kernels.tiles.ELEMENTS", 7000)
 
 
 class Case:
