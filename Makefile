@@ -5,7 +5,7 @@ STAMP := $(VENV)/.installed-
 TRACES ?=
 OUT ?= replay-report
 
-.PHONY: replay test lint slow clean
+.PHONY: replay test lint slow aot clean
 
 $(STAMP)run: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -16,14 +16,24 @@ $(STAMP)dev: pyproject.toml | $(STAMP)run
 	$(BIN)/pip install --quiet --editable '.[dev]'
 	touch $@
 
+# The plugin is of the installed jax's version; its own dependencies are gigabytes of CUDA that no compilation needs.
+$(STAMP)aot: pyproject.toml | $(STAMP)dev
+	$(BIN)/pip install --quiet --editable '.[tpu]'
+	version=$$($(BIN)/python -c "import jax; print(jax.__version__)"); \
+	$(BIN)/pip install --quiet --no-deps jax-cuda13-plugin==$$version jax-cuda13-pjrt==$$version
+	touch $@
+
 replay: $(STAMP)run
 	$(BIN)/python scripts/replay_traces.py --out=$(OUT) $(if $(TRACES),--traces=$(TRACES)) $(ARGS)
 
 test: $(STAMP)dev
-	$(BIN)/python -m pytest -n 2 --dist loadscope -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadscope -m "not slow and not aot" $(ARGS)
 
 slow: $(STAMP)dev
 	$(BIN)/python -m pytest -m slow $(ARGS)
+
+aot: $(STAMP)aot
+	$(BIN)/python -m pytest -m aot tests/aot $(ARGS)
 
 lint: $(STAMP)dev
 	$(BIN)/ruff check .

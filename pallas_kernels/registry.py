@@ -2,14 +2,18 @@
 
 An operator lists its implementations in order of preference. `choose` takes the first that this platform has and that
 accepts the call's shapes, unless a kind is forced, by the environment variable `JAXHYBRID_KERNELS` (read once, at
-import) or by `force`. The choice is made while a program is traced; `force` is part of JAX's compilation cache key, so
-a compiled function is traced again under another forced kind.
+import) or by `force`. The choice is made while a program is traced; `force` and `target` are part of JAX's compilation
+cache key, so a compiled function is traced again under another forced kind or for another platform.
+
+On an accelerator no call takes a slow path in silence: where a kernel of the platform refuses a call, that is counted,
+and a `KernelFallbackWarning` says why.
 """
 
 import contextlib
 import contextvars
 import os
 import threading
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,11 +21,16 @@ from typing import Any
 
 import jax
 
-KINDS = ("pallas", "xla", "dense", "reference")
+KINDS = ("pallas", "xla", "reference")
+ACCELERATORS = ("tpu", "gpu")
 
 
 class KernelUnavailableError(NotImplementedError):
     """An operator has no implementation of the kind asked for that can run this call on this platform."""
+
+
+class KernelFallbackWarning(UserWarning):
+    """An accelerator's kernel refused a call, which now takes a slower path."""
 
 
 def accept_all(*arguments: Any, **options: Any) -> str | None:
@@ -75,9 +84,11 @@ class Recorder:
         self._lock = threading.Lock()
         self._counts: Counter[Choice] = Counter()
 
-    def add(self, choice: Choice) -> None:
+    def add(self, choice: Choice) -> bool:
+        """Count one more such choice. True if it is the first."""
         with self._lock:
             self._counts[choice] += 1
+            return self._counts[choice] == 1
 
     def choices(self) -> list[Choice]:
         """Distinct choices in the order in which they were first made."""
@@ -140,12 +151,25 @@ _forced = jax.make_user_context(default_value=_ENVIRONMENT)
 
 @contextlib.contextmanager
 def force(kind: str, operator: str | None = None) -> Iterator[None]:
-    """Use implementations of this kind (`reference`, `xla`, `pallas`, `dense`) in this block.
+    """Use implementations of this kind (`reference`, `xla`, `pallas`) in this block.
 
     With `operator`, only that operator is forced. A call whose operator has none that can run raises
     `KernelUnavailableError`; an unknown kind raises ValueError.
     """
     with _forced((*_forced.value, (operator or "", _known(kind, "force")))):
+        yield
+
+
+_target: Any = jax.make_user_context(default_value="")
+
+
+@contextlib.contextmanager
+def target(platform: str) -> Iterator[None]:
+    """Choose for programs that will run on this platform (`cpu`, `tpu`, `gpu`), not on the one at hand.
+
+    For compiling ahead of time, and to see what a platform would get.
+    """
+    with _target(platform):
         yield
 
 
@@ -155,7 +179,7 @@ def choose(operator: Operator, *arguments: Any, **options: Any) -> Callable[...,
     Raises `KernelUnavailableError`, with each implementation's reason, if a kind is forced that cannot run the call,
     or if nothing can.
     """
-    platform = jax.default_backend()
+    platform = _target.value or jax.default_backend()
     forced = next((kind for name, kind in reversed(_forced.value) if name in ("", operator.name)), None)
     shapes = _summary(arguments)
     refusals: list[str] = []
@@ -175,7 +199,10 @@ def choose(operator: Operator, *arguments: Any, **options: Any) -> Callable[...,
             continue
         why = "forced" if forced else f"first that runs on {platform}"
         reason = "; ".join([why, *refusals])
-        recorder().add(Choice(operator.name, implementation.kind, reason, shapes, fallback))
+        first = recorder().add(Choice(operator.name, implementation.kind, reason, shapes, fallback))
+        if first and fallback and platform in ACCELERATORS:
+            message = f"{operator.name} runs as {implementation.kind} for {shapes} ({reason})"
+            warnings.warn(message, KernelFallbackWarning, stacklevel=3)
         return implementation.function
     has = ", ".join(dict.fromkeys(implementation.kind for implementation in operator.implementations))
     raise KernelUnavailableError(

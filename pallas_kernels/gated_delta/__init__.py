@@ -2,12 +2,13 @@
 
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.gated_delta import reference, xla
+from pallas_kernels.gated_delta import reference, tpu, xla
 from pallas_kernels.registry import Implementation, Operator, choose
 
 OPERATOR = Operator(
     "gated_delta",
     (
+        Implementation("pallas", tpu.gated_delta, platforms=("tpu",), accepts=tpu.accepts),
         Implementation("xla", xla.gated_delta),
         Implementation("reference", reference.gated_delta, automatic=False),
     ),
@@ -43,7 +44,8 @@ def gated_delta(
         state: S of N slots in L layers.
         layer: which of the L layers to use.
         read_slots: where each row's state is read; rows may share one.
-        write_slots: where each row's new state goes; distinct, save that padding rows share slot 0.
+        write_slots: where each row's new state goes; distinct, save that padding rows share slot 0. No row may write a
+            slot that another one reads (again save slot 0): rows are in flight at the same time.
         lengths: valid tokens of each row, 0 to T. A row of length 0 copies its state unchanged.
 
     Returns:

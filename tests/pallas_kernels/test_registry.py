@@ -3,15 +3,15 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import registry
-from pallas_kernels.registry import Choice, Implementation, KernelUnavailableError, Operator
+from pallas_kernels.registry import Choice, Implementation, KernelFallbackWarning, KernelUnavailableError, Operator
 
 
 def plus(amount):
     return lambda x: x + amount
 
 
-def small_only(x):
-    return None if x.shape[0] < 5 else f"{x.shape[0]} rows, at most 4"
+def at_most(limit):
+    return lambda x: None if x.shape[0] <= limit else f"{x.shape[0]} rows, at most {limit}"
 
 
 @pytest.fixture
@@ -20,8 +20,8 @@ def operator():
         "add",
         (
             Implementation("pallas", plus(100), platforms=("tpu",)),
-            Implementation("xla", plus(10), accepts=small_only),
-            Implementation("dense", plus(20)),
+            Implementation("xla", plus(10), accepts=at_most(4)),
+            Implementation("xla", plus(20)),
             Implementation("reference", plus(1), automatic=False),
         ),
     )
@@ -61,9 +61,9 @@ def test_record_blocks_nest_and_leave_the_outer_alone(operator):
 def test_force_by_kind_and_by_operator(operator):
     with registry.force("reference"):
         assert run(operator) == 1
-        with registry.force("dense", operator="add"):
-            assert run(operator) == 20
-        with registry.force("dense", operator="other"):
+        with registry.force("xla", operator="add"):
+            assert run(operator) == 10
+        with registry.force("xla", operator="other"):
             assert run(operator) == 1
     assert run(operator) == 10
 
@@ -71,8 +71,11 @@ def test_force_by_kind_and_by_operator(operator):
 def test_forcing_what_is_not_there_says_why(operator):
     with registry.force("pallas"), pytest.raises(KernelUnavailableError, match=r"add: .*pallas.* on cpu.*needs tpu"):
         run(operator)
+    picky = Operator(
+        "picky", (Implementation("xla", plus(1), accepts=at_most(4)), Implementation("reference", plus(1)))
+    )
     with registry.force("xla"), pytest.raises(KernelUnavailableError, match="7 rows, at most 4"):
-        run(operator, rows=7)
+        run(picky, rows=7)
     bare = Operator("bare", (Implementation("xla", plus(1)),))
     with registry.force("reference"), pytest.raises(KernelUnavailableError, match="it has xla"):
         run(bare)
@@ -93,6 +96,32 @@ def test_force_retraces_a_jitted_function(operator):
     with registry.force("reference"):
         assert int(compiled(x)[0, 0]) == 1
     assert int(compiled(x)[0, 0]) == 10
+
+
+def test_target_chooses_for_another_platform_and_retraces(operator):
+    compiled = jax.jit(lambda x: registry.choose(operator, x)(x))
+    x = jnp.zeros((3, 2))
+    assert int(compiled(x)[0, 0]) == 10
+    with registry.target("tpu"):
+        assert int(compiled(x)[0, 0]) == 100
+    assert int(compiled(x)[0, 0]) == 10
+
+
+def test_a_fallback_on_an_accelerator_warns_once_and_counts_always():
+    operator = Operator(
+        "add",
+        (Implementation("pallas", plus(100), platforms=("tpu",), accepts=at_most(4)), Implementation("xla", plus(10))),
+    )
+    with registry.record() as recorder, registry.target("tpu"):
+        with pytest.warns(
+            KernelFallbackWarning, match=r"add runs as xla for float32\[7,2\].*pallas: 7 rows, at most 4"
+        ):
+            run(operator, rows=7)
+        run(operator, rows=7)
+        run(operator)
+    assert recorder.fallbacks() == {"add": 2}
+    with registry.record(), registry.target("cpu"):
+        run(operator, rows=7)
 
 
 def test_environment_is_validated():

@@ -1,0 +1,87 @@
+"""Compiling for one TPU or GPU on a machine that has none: the real compilers, no device.
+
+Needs the extra `aot`. JAX must have been started with `JAX_PLATFORMS=cpu`.
+"""
+
+import functools
+import importlib.util
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+
+from pallas_kernels import registry
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part to compile for. `slice` is the smallest TPU slice's name, or the name of the GPU target."""
+
+    name: str
+    platform: str
+    slice: str
+
+
+TPUS = (
+    Part("tpu-v5e", "tpu", "v5e:2x2"),
+    Part("tpu-v5p", "tpu", "v5p:2x2x1"),
+    Part("tpu-v6e", "tpu", "v6e:2x2"),
+    Part("tpu-7x", "tpu", "tpu7x:2x2x1"),
+)
+GPUS = (Part("h100", "gpu", "H100"), Part("h200", "gpu", "H200"))
+PARTS = {part.name: part for part in (*TPUS, *GPUS)}
+
+# XLA's text form of a GpuTargetConfig, with the figures of the data sheets; bandwidth and memory size differ.
+_HOPPER = """
+gpu_device_info {{
+  threads_per_block_limit: 1024 threads_per_warp: 32
+  shared_memory_per_block: 49152 shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448
+  threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: {bandwidth} l2_cache_size: 52428800 clock_rate_ghz: 1.98 device_memory_size: {memory}
+  cuda_compute_capability {{ major: 9 }}
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 8 }}
+runtime_version {{ major: 12 minor: 8 }}
+device_description_str: "NVIDIA {name}"
+"""
+_HOPPER_MEMORY = {"H100": (3_350_000_000_000, 80_000_000_000), "H200": (4_800_000_000_000, 141_000_000_000)}
+
+
+def why_absent(part: Part) -> str | None:
+    """None if the part's compiler is installed, else what is missing."""
+    module = "libtpu" if part.platform == "tpu" else "jax_plugins.xla_cuda13"
+    try:
+        found = importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        found = False
+    return None if found else f"{module} is not installed (extra `aot`)"
+
+
+@functools.cache
+def device(part: Part) -> Any:
+    """One device of the part, to compile for."""
+    if part.platform == "tpu":
+        # libtpu would otherwise ask the cloud which machine this is.
+        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+        os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v6e-4")
+        os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+        return topologies.get_topology_desc(part.slice, platform="tpu").devices[0]
+    bandwidth, memory = _HOPPER_MEMORY[part.slice]
+    config = _HOPPER.format(bandwidth=bandwidth, memory=memory, name=part.slice)
+    return topologies.get_topology_desc("1x1x1", platform="cuda", target_config=config, topology="1x1x1").devices[0]
+
+
+def compile_for(
+    part: Part, function: Callable[..., Any], *arguments: Any, donate: tuple[int, ...] = ()
+) -> jax.stages.Compiled:
+    """Compile `function` for the part. Arguments are `jax.ShapeDtypeStruct`s; `donate` numbers those to be donated."""
+    place = jax.sharding.SingleDeviceSharding(device(part))
+    placed = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place) for x in arguments]
+    with registry.target(part.platform):
+        return jax.jit(function, donate_argnums=donate).lower(*placed).compile()

@@ -1,0 +1,39 @@
+"""The gated delta rule on TPU: a kernel for one token of many rows, and one for chunks of tokens."""
+
+from typing import Any
+
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.gated_delta import tpu_decode
+
+
+def accepts(q: Array, k: Array, v: Array, log_decay: Array, beta: Array, state: Array, *_: Array) -> str | None:
+    """Why the kernels cannot run these arguments of `gated_delta`, or None."""
+    for name, width in (("key_head_dim", q.shape[3]), ("value_head_dim", v.shape[3])):
+        if width % 128:
+            return f"{name} {width} is not a multiple of 128"
+    if q.shape[1] > 1:
+        return f"{q.shape[1]} tokens a row, expected 1"
+    return None
+
+
+def gated_delta(
+    q: Float[Array, "B T Hk dk"],
+    k: Float[Array, "B T Hk dk"],
+    v: Float[Array, "B T Hv dv"],
+    log_decay: Float[Array, "B T Hv"] | Float[Array, "B T Hv dk"],
+    beta: Float[Array, "B T Hv"],
+    state: Float[Array, "L N Hv dk dv"],
+    layer: int | Int[Array, ""],
+    read_slots: Int[Array, " B"],
+    write_slots: Int[Array, " B"],
+    lengths: Int[Array, " B"],
+    *,
+    interpret: Any = False,
+) -> tuple[Float[Array, "B T Hv dv"], Float[Array, "L N Hv dk dv"]]:
+    """Arguments and result as in `pallas_kernels.gated_delta.gated_delta`; `interpret` as of `pallas_call`."""
+    slots = (layer, read_slots, write_slots, lengths)
+    out, state = tpu_decode.decode(
+        q[:, 0], k[:, 0], v[:, 0], log_decay[:, 0], beta[:, 0], state, *slots, interpret=interpret
+    )
+    return out[:, None], state

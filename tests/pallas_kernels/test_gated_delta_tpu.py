@@ -1,0 +1,120 @@
+"""The TPU kernels, interpreted on the CPU, against the reference."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.gated_delta import reference, tpu
+
+KINDS = ["per_head", "per_channel"]
+BATCH, KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, LAYERS, SLOTS = 3, 2, 4, 128, 256, 2, 7
+
+# Memory that was never written is NaN to the interpreter.
+kernel = jax.jit(functools.partial(tpu.gated_delta, interpret=pltpu.InterpretParams()))
+expected = jax.jit(reference.gated_delta)
+
+
+def make_inputs(kind, tokens, seed=0, decay_scale=1.0, key_heads=KEY_HEADS, batch=BATCH):
+    rng = np.random.default_rng(seed)
+
+    def normal(*shape):
+        return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+
+    heads = (VALUE_HEADS,) if kind == "per_head" else (VALUE_HEADS, KEY_DIM)
+    return {
+        "q": normal(batch, tokens, key_heads, KEY_DIM),
+        "k": normal(batch, tokens, key_heads, KEY_DIM),
+        "v": normal(batch, tokens, VALUE_HEADS, VALUE_DIM),
+        "log_decay": -decay_scale * jnp.exp(2 * normal(batch, tokens, *heads)),
+        "beta": jax.nn.sigmoid(normal(batch, tokens, VALUE_HEADS)),
+    }
+
+
+def make_state(seed=1):
+    shape = (LAYERS, SLOTS, VALUE_HEADS, KEY_DIM, VALUE_DIM)
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
+def check(inputs, read_slots, write_slots, lengths, state=None, layer=1, atol=3e-6, run=kernel):
+    """Agrees on valid outputs and on the slots written, and leaves the others alone. Returns output and state."""
+    state = make_state() if state is None else state
+    arguments = (*inputs.values(), state, layer, *map(jnp.array, (read_slots, write_slots, lengths)))
+    out, new_state = run(*arguments)
+    right, right_state = expected(*arguments)
+    valid = np.arange(out.shape[1]) < np.array(lengths)[:, None]
+    np.testing.assert_allclose(np.array(out)[valid], np.array(right)[valid], atol=atol, rtol=1e-5)
+    np.testing.assert_allclose(new_state, right_state, atol=atol, rtol=1e-5)
+    untouched = np.ones(SLOTS, bool)
+    untouched[list(write_slots)] = False
+    np.testing.assert_array_equal(new_state[layer][untouched], state[layer][untouched])
+    np.testing.assert_array_equal(new_state[1 - layer], state[1 - layer])
+    return out, new_state
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("decay_scale", [1e-4, 1.0, 30.0])
+def test_one_token(kind, decay_scale):
+    check(make_inputs(kind, 1, decay_scale=decay_scale), [3, 1, 5], [2, 6, 4], [1, 1, 1])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_token_in_place_and_from_a_shared_slot(kind):
+    check(make_inputs(kind, 1), [3, 3, 5], [2, 4, 5], [1, 1, 1])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_token_of_padding_copies_its_state_and_leaks_no_nan(kind):
+    inputs, lengths = make_inputs(kind, 1), [0, 1, 0]
+    inputs = {name: x.at[np.array(lengths) == 0].set(jnp.nan) for name, x in inputs.items()}
+    state = make_state()
+    _, new_state = check(inputs, [0, 1, 5], [0, 6, 4], lengths, state)
+    np.testing.assert_array_equal(new_state[1, 4], state[1, 5])
+    assert np.isfinite(new_state).all()
+
+
+def test_a_key_head_for_every_value_head():
+    check(make_inputs("per_head", 1, key_heads=VALUE_HEADS), [3, 1, 5], [2, 6, 4], [1, 1, 1])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_low_precision_inputs_of_one_token_are_computed_in_float32(kind):
+    inputs = {name: x.astype(jnp.bfloat16) for name, x in make_inputs(kind, 1).items()}
+    check(inputs, [3, 1, 5], [2, 6, 4], [1, 1, 1])
+
+
+def test_state_in_bfloat16_is_rounded_once():
+    state = make_state().astype(jnp.bfloat16)
+    arguments = (*make_inputs("per_channel", 1).values(), state, 0, *map(jnp.array, ([3, 1, 5], [2, 6, 4], [1, 1, 1])))
+    out, new_state = kernel(*arguments)
+    right, right_state = expected(*arguments)
+    assert new_state.dtype == jnp.bfloat16
+    np.testing.assert_allclose(out, right, atol=3e-6)
+    np.testing.assert_allclose(new_state.astype(jnp.float32), right_state.astype(jnp.float32), atol=1e-5, rtol=0.01)
+
+
+def test_two_cores_share_the_rows_without_a_race(capfd):
+    params = pltpu.InterpretParams(num_cores_or_threads=2, detect_races=True, random_seed=4)
+    run = jax.jit(functools.partial(tpu.gated_delta, interpret=params))
+    check(make_inputs("per_channel", 1), [3, 3, 5], [2, 4, 5], [1, 1, 1], run=run)
+    assert "RACE" not in capfd.readouterr().out
+
+
+def test_the_race_detector_sees_a_row_that_writes_what_another_reads(capfd):
+    """The call that the precondition rules out; shows that the test above can fail."""
+    params = pltpu.InterpretParams(num_cores_or_threads=2, detect_races=True, random_seed=4)
+    run = jax.jit(functools.partial(tpu.gated_delta, interpret=params))
+    slots = map(jnp.array, ([3, 1, 5], [5, 3, 1], [1, 1, 1]))
+    jax.block_until_ready(run(*make_inputs("per_channel", 1).values(), make_state(), 0, *slots))
+    assert "RACE" in capfd.readouterr().out
+
+
+def test_two_runs_are_equal_to_the_bit():
+    arguments = (*make_inputs("per_channel", 1).values(), make_state(), 0)
+    slots = tuple(map(jnp.array, ([3, 1, 5], [2, 6, 4], [1, 1, 1])))
+    first, second = kernel(*arguments, *slots), kernel(*arguments, *slots)
+    for a, b in zip(first, second, strict=True):
+        np.testing.assert_array_equal(a, b)
