@@ -10,30 +10,91 @@ from jaxhybrid.errors import ConfigError
 
 
 @dataclass(frozen=True)
+class LinearScaling:
+    """Positions divided by `factor` (position interpolation, arXiv 2306.15595)."""
+
+    factor: float
+
+
+@dataclass(frozen=True)
+class DynamicScaling:
+    """NTK-aware base, raised once a sequence is longer than `original_max_position_embeddings`."""
+
+    factor: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True)
+class Llama3Scaling:
+    """Low frequencies divided by `factor`, high ones kept, a blend between (Llama 3.1)."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True)
+class YarnScaling:
+    """YaRN (arXiv 2309.00071): a blend by wavelength, and a factor on cos and sin."""
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+
+
+RopeScaling = LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling
+
+
+@dataclass(frozen=True)
 class RopeSpec:
-    """Rotary positions over the first `rotary_dim` channels of a head, rotated as two halves."""
+    """Rotary positions over the first `rotary_dim` channels of a head.
+
+    Rotated as two halves, or, if `interleaved`, as neighbouring pairs.
+    """
 
     theta: float
     rotary_dim: int
+    interleaved: bool = False
+    scaling: RopeScaling | None = None
 
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """Grouped-query attention with a key and a value per token."""
+    """Grouped-query attention with a key and a value per token.
+
+    `sliding_window`: tokens a query sees, itself included. `sinks`: a learned logit per head joins the softmax.
+    `scale`: on the scores, head_dim ** -0.5 if None.
+    """
 
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
     rope: RopeSpec | None
-    qk_norm: bool
-    output_gate: bool
+    qk_norm: bool = False
+    output_gate: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    sliding_window: int | None = None
+    sinks: bool = False
+    logit_softcap: float | None = None
+    scale: float | None = None
 
     kind: Literal["attention"] = "attention"
 
 
 @dataclass(frozen=True)
 class LatentAttentionSpec:
-    """Multi-head latent attention: one latent and one shared key part per token (DeepSeek-V2, arXiv 2405.04434)."""
+    """Multi-head latent attention: one latent and one shared key part per token (DeepSeek-V2, arXiv 2405.04434).
+
+    `rope`: over the shared key part; None leaves it without positions. `scale_factor`: on the usual
+    (qk_nope_head_dim + qk_rope_head_dim) ** -0.5, as YaRN's squared mscale.
+    """
 
     num_attention_heads: int
     q_lora_rank: int | None
@@ -41,7 +102,9 @@ class LatentAttentionSpec:
     qk_nope_head_dim: int
     qk_rope_head_dim: int
     v_head_dim: int
-    output_gate: bool
+    output_gate: bool = False
+    rope: RopeSpec | None = None
+    scale_factor: float = 1.0
 
     kind: Literal["latent_attention"] = "latent_attention"
 
@@ -75,17 +138,35 @@ class GatedDeltaNetSpec:
 
 
 @dataclass(frozen=True)
+class ActivationSpec:
+    """What lies between a feed-forward's projections; see `layers/activation.py`.
+
+    `silu`, `gelu_tanh`: act(gate) * up. `relu2`: relu(up)^2, of a feed-forward without a gate.
+    """
+
+    name: Literal["silu", "gelu_tanh", "relu2"] = "silu"
+
+    @property
+    def gated(self) -> bool:
+        return self.name != "relu2"
+
+
+SILU = ActivationSpec("silu")
+
+
+@dataclass(frozen=True)
 class DenseSpec:
-    """SwiGLU feed-forward."""
+    """Feed-forward: down(act(gate x) * up x), or down(act(up x)) if the activation has no gate."""
 
     intermediate_size: int
+    activation: ActivationSpec = SILU
 
     kind: Literal["dense"] = "dense"
 
 
 @dataclass(frozen=True)
 class MoeSpec:
-    """Routed SwiGLU experts and, if `shared_intermediate_size` is not 0, one expert every token passes."""
+    """Routed experts and, if `shared_intermediate_size` is not 0, one expert every token passes."""
 
     num_experts: int
     num_experts_per_tok: int
@@ -97,6 +178,7 @@ class MoeSpec:
     routed_scaling_factor: float = 1.0
     n_group: int = 1
     topk_group: int = 1
+    activation: ActivationSpec = SILU
 
     kind: Literal["moe"] = "moe"
 
@@ -107,15 +189,36 @@ FfnSpec = DenseSpec | MoeSpec
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One decoder layer: h += mixer(norm(h)); h += ffn(norm(h))."""
+    """One decoder layer: h += mixer(norm(h)); h += ffn(norm(h)). Either part may be absent.
 
-    mixer: MixerSpec
-    ffn: FfnSpec
+    `post_norms`: what a part returns passes a norm of its own before it is added.
+    """
+
+    mixer: MixerSpec | None
+    ffn: FfnSpec | None
+    post_norms: bool = False
+
+    def __post_init__(self) -> None:
+        if self.mixer is None and self.ffn is None:
+            raise ConfigError("a layer needs a mixer or a feed-forward")
+
+
+@dataclass(frozen=True)
+class PlainResidual:
+    """x + f(x)."""
+
+    kind: Literal["plain"] = "plain"
+
+
+ResidualSpec = PlainResidual
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A whole text model. `zero_centred_norms`: layer, query, key and final norms scale by (1 + w)."""
+    """A whole text model. `zero_centred_norms`: layer, query, key and final norms scale by (1 + w).
+
+    `embedding_scale` multiplies token embeddings, rounded to their dtype first.
+    """
 
     model_type: str
     vocab_size: int
@@ -128,6 +231,8 @@ class ModelConfig:
     mtp_layers: tuple[LayerSpec, ...] = ()
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    embedding_scale: float = 1.0
+    residual: ResidualSpec = PlainResidual()
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "max_position_embeddings"):

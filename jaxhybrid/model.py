@@ -22,7 +22,8 @@ from jaxhybrid.checkpoint.safetensors_folder import CheckpointFolder, read_confi
 from jaxhybrid.config import ModelConfig
 from jaxhybrid.errors import ConfigError, TokenError
 from jaxhybrid.generation import GENERATION_CONFIG, GenerationDefaults, read_generation_defaults
-from jaxhybrid.layers.decoder import Decoder, Execution, abstract_decoder
+from jaxhybrid.layers.context import Execution
+from jaxhybrid.layers.decoder import Decoder, abstract_decoder
 from jaxhybrid.models import family_of
 from jaxhybrid.models.config_reader import ConfigReader
 from jaxhybrid.models.weight_table import WeightTable

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 import jaxhybrid as jh
-from jaxhybrid.layers.decoder import Execution
+from jaxhybrid.layers.context import Execution
 from jaxhybrid.state.arrays import pool_arrays
 from jaxhybrid.state.batch import BatchAddress
 

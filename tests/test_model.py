@@ -16,7 +16,8 @@ from safetensors.numpy import load_file, save_file
 import jaxhybrid as jh
 from jaxhybrid.config import DenseSpec, KimiDeltaSpec, LatentAttentionSpec, LayerSpec, ModelConfig
 from jaxhybrid.errors import CheckpointError, ConfigError, JaxHybridError, TokenError
-from jaxhybrid.layers.decoder import Decoder, Execution, abstract_decoder
+from jaxhybrid.layers.context import Execution
+from jaxhybrid.layers.decoder import Decoder, abstract_decoder
 from jaxhybrid.state.arrays import pool_arrays
 from jaxhybrid.state.batch import BatchAddress
 

@@ -4,7 +4,6 @@ from dataclasses import asdict
 
 import jax
 
-from jaxhybrid.config import AttentionSpec
 from jaxhybrid.errors import TokenError
 from jaxhybrid.model import Model
 from jaxhybrid.state.schema import LeafSchema, StateSchema
@@ -15,13 +14,14 @@ def schema_of(model: Model, page_size: int, tenant: str) -> StateSchema:
     leaves = tuple(
         LeafSchema(f"{leaf.group}.{leaf.name}", leaf.dtype, (leaf.layers, *leaf.shape)) for leaf in model.layout.leaves
     )
-    ropes = {layer.mixer.rope for layer in model.config.layers if isinstance(layer.mixer, AttentionSpec)}
-    rule = "; ".join(sorted(str(asdict(rope)) if rope else "none" for rope in ropes)) or "none"
+    mixers = [layer.mixer for layer in model.config.layers if layer.mixer is not None]
+    ropes = {getattr(mixer, "rope", None) for mixer in mixers}
+    rule = "; ".join(sorted(str(asdict(rope)) for rope in ropes if rope is not None)) or "none"
     return StateSchema(
         weights=model.fingerprint,
         config=model.config_fingerprint,
         tokenizer=_tokenizer_fingerprint(model),
-        layer_schedule=tuple(layer.mixer.kind for layer in model.config.layers),
+        layer_schedule=tuple(layer.mixer.kind if layer.mixer else "none" for layer in model.config.layers),
         leaves=leaves,
         attention_layout="pages of tokens, each [tokens, *leaf]",
         page_size=page_size,

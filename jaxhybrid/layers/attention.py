@@ -3,22 +3,23 @@
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxhybrid.config import AttentionSpec
+from jaxhybrid.layers.context import LayerContext
 from jaxhybrid.layers.linear import Linear
 from jaxhybrid.layers.norm import RmsNorm
 from jaxhybrid.layers.rope import rotate
-from jaxhybrid.state.batch import BatchAddress
+from jaxhybrid.layers.step import Step
 from pallas_kernels.paged_attention import paged_attention
 
 
 class Attention(nnx.Module):
     """o = W_o attend(q, k, v), with optional norms on q and k, rotary positions and a sigmoid output gate."""
 
-    def __init__(self, spec: AttentionSpec, hidden: int, eps: float, zero_centred: bool, dtype: DTypeLike) -> None:
+    def __init__(self, spec: AttentionSpec, context: LayerContext) -> None:
         self.spec = spec
+        hidden, dtype = context.hidden_size, context.dtype
         width, kv_width = spec.num_attention_heads * spec.head_dim, spec.num_key_value_heads * spec.head_dim
         # With an output gate, the rows of all queries and then those of all gates.
         self.q_proj = Linear(hidden, 2 * width if spec.output_gate else width, ("heads", None), dtype)
@@ -26,18 +27,13 @@ class Attention(nnx.Module):
         self.v_proj = Linear(hidden, kv_width, ("kv_heads", None), dtype)
         self.o_proj = Linear(width, hidden, (None, "heads"), dtype)
         if spec.qk_norm:
-            self.q_norm = RmsNorm(spec.head_dim, eps, dtype, zero_centred)
-            self.k_norm = RmsNorm(spec.head_dim, eps, dtype, zero_centred)
+            self.q_norm = RmsNorm(spec.head_dim, context.eps, dtype, context.zero_centred)
+            self.k_norm = RmsNorm(spec.head_dim, context.eps, dtype, context.zero_centred)
 
     def __call__(
-        self,
-        x: Float[Array, "B T D"],
-        state: dict[str, Array],
-        index: int | Array,
-        address: BatchAddress,
-        max_length: int | None,
+        self, x: Float[Array, "B T D"], state: dict[str, Array], index: int | Array, step: Step
     ) -> tuple[Float[Array, "B T D"], dict[str, Array]]:
-        spec, (rows, steps, _) = self.spec, x.shape
+        spec, (rows, steps, _), address = self.spec, x.shape, step.address
         queries = self.q_proj(x)
         width = spec.num_attention_heads * spec.head_dim
         q = queries[..., :width].reshape(rows, steps, spec.num_attention_heads, spec.head_dim)
@@ -46,11 +42,10 @@ class Attention(nnx.Module):
         if spec.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         if spec.rope is not None:
-            positions = address.positions(steps)
-            q, k = rotate(q, positions, spec.rope), rotate(k, positions, spec.rope)
+            q, k = rotate(q, step.positions, spec.rope), rotate(k, step.positions, spec.rope)
         out, keys, values = paged_attention(
             q, k, v, state["k"], state["v"], index, address.page_table, address.starts, address.lengths,
-            scale=spec.head_dim**-0.5, max_length=max_length,
+            scale=spec.head_dim**-0.5 if spec.scale is None else spec.scale,
         )  # fmt: skip
         out = out.astype(x.dtype).reshape(rows, steps, -1)
         if spec.output_gate:

@@ -3,14 +3,14 @@
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxhybrid.config import GatedDeltaNetSpec
+from jaxhybrid.layers.context import LayerContext
 from jaxhybrid.layers.linear import Linear
 from jaxhybrid.layers.norm import RmsNorm
 from jaxhybrid.layers.parameter import parameter
-from jaxhybrid.state.batch import BatchAddress
+from jaxhybrid.layers.step import Step
 from pallas_kernels.gated_delta import gated_delta
 from pallas_kernels.short_conv import short_conv
 
@@ -18,8 +18,9 @@ from pallas_kernels.short_conv import short_conv
 class GatedDeltaNet(nnx.Module):
     """[q|k|v] = silu(conv(W x)); o = delta rule; y = W_out (norm(o) * silu(z)). The norm is a plain one."""
 
-    def __init__(self, spec: GatedDeltaNetSpec, hidden: int, eps: float, dtype: DTypeLike) -> None:
+    def __init__(self, spec: GatedDeltaNetSpec, context: LayerContext) -> None:
         self.spec = spec
+        hidden, dtype = context.hidden_size, context.dtype
         value_width = spec.num_value_heads * spec.value_head_dim
         # Rows of all queries, all keys, all values, all gates; and of all b, all a.
         self.in_proj_qkvz = Linear(hidden, spec.conv_dim + value_width, ("heads", None), dtype)
@@ -27,7 +28,7 @@ class GatedDeltaNet(nnx.Module):
         self.conv = parameter((spec.conv_dim, spec.conv_kernel_size), ("heads", None), dtype)
         self.A_log = parameter((spec.num_value_heads,), ("heads",), jnp.float32)
         self.dt_bias = parameter((spec.num_value_heads,), ("heads",), jnp.float32)
-        self.norm = RmsNorm(spec.value_head_dim, eps, dtype)
+        self.norm = RmsNorm(spec.value_head_dim, context.eps, dtype)
         self.out_proj = Linear(value_width, hidden, (None, "heads"), dtype)
 
     def log_decay(self, a: Float[Array, "B T Hv"]) -> Float[Array, "B T Hv"]:
@@ -35,9 +36,9 @@ class GatedDeltaNet(nnx.Module):
         return -jnp.exp(self.A_log[...]) * jax.nn.softplus(a + self.dt_bias[...])
 
     def __call__(
-        self, x: Float[Array, "B T D"], state: dict[str, Array], index: int | Array, address: BatchAddress
+        self, x: Float[Array, "B T D"], state: dict[str, Array], index: int | Array, step: Step
     ) -> tuple[Float[Array, "B T D"], dict[str, Array]]:
-        spec, (rows, steps, _) = self.spec, x.shape
+        spec, (rows, steps, _), address = self.spec, x.shape, step.address
         slots = (index, address.read_slots, address.write_slots, address.lengths)
         qkvz = self.in_proj_qkvz(x)
         b, a = jnp.split(self.in_proj_ba(x).astype(jnp.float32), 2, axis=-1)

@@ -3,14 +3,14 @@
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxhybrid.config import KimiDeltaSpec
+from jaxhybrid.layers.context import LayerContext
 from jaxhybrid.layers.linear import Linear, StackedLinear
 from jaxhybrid.layers.norm import RmsNorm
 from jaxhybrid.layers.parameter import parameter
-from jaxhybrid.state.batch import BatchAddress
+from jaxhybrid.layers.step import Step
 from pallas_kernels.gated_delta import gated_delta
 from pallas_kernels.short_conv import short_conv
 
@@ -18,8 +18,9 @@ from pallas_kernels.short_conv import short_conv
 class KimiDelta(nnx.Module):
     """q, k, v = silu(conv(W x)); o = delta rule; y = W_o (norm(o) * sigmoid(gate))."""
 
-    def __init__(self, spec: KimiDeltaSpec, hidden: int, eps: float, dtype: DTypeLike) -> None:
+    def __init__(self, spec: KimiDeltaSpec, context: LayerContext) -> None:
         self.spec = spec
+        hidden, dtype = context.hidden_size, context.dtype
         width = spec.num_heads * spec.head_dim
         self.qkv_proj = StackedLinear(3, hidden, width, "heads", dtype)
         self.qkv_conv = parameter((3, width, spec.short_conv_kernel_size), (None, "heads", None), dtype)
@@ -30,7 +31,7 @@ class KimiDelta(nnx.Module):
         self.b_proj = Linear(hidden, spec.num_heads, ("heads", None), dtype)
         self.A_log = parameter((spec.num_heads,), ("heads",), jnp.float32)
         self.dt_bias = parameter((width,), ("heads",), jnp.float32)
-        self.o_norm = RmsNorm(spec.head_dim, eps, dtype)
+        self.o_norm = RmsNorm(spec.head_dim, context.eps, dtype)
         self.o_proj = Linear(width, hidden, (None, "heads"), dtype)
 
     def log_decay(self, x: Float[Array, "B T D"]) -> Float[Array, "B T H d"]:
@@ -41,9 +42,9 @@ class KimiDelta(nnx.Module):
         return -jnp.exp(self.A_log[...])[:, None] * step
 
     def __call__(
-        self, x: Float[Array, "B T D"], state: dict[str, Array], index: int | Array, address: BatchAddress
+        self, x: Float[Array, "B T D"], state: dict[str, Array], index: int | Array, step: Step
     ) -> tuple[Float[Array, "B T D"], dict[str, Array]]:
-        spec, (rows, steps, _) = self.spec, x.shape
+        spec, (rows, steps, _), address = self.spec, x.shape, step.address
         slots = (index, address.read_slots, address.write_slots, address.lengths)
         mixed = self.qkv_proj(x).reshape(rows, steps, -1)
         taps = self.qkv_conv[...].reshape(-1, spec.short_conv_kernel_size)

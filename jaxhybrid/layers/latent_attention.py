@@ -1,16 +1,17 @@
-"""Multi-head latent attention over paged latents (DeepSeek-V2, arXiv 2405.04434, section 2.1), without rotation."""
+"""Multi-head latent attention over paged latents (DeepSeek-V2, arXiv 2405.04434, section 2.1)."""
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxhybrid.config import LatentAttentionSpec
+from jaxhybrid.layers.context import LayerContext
 from jaxhybrid.layers.linear import Linear
 from jaxhybrid.layers.norm import RmsNorm
 from jaxhybrid.layers.parameter import parameter
-from jaxhybrid.state.batch import BatchAddress
+from jaxhybrid.layers.rope import rotate
+from jaxhybrid.layers.step import Step
 from pallas_kernels.latent_attention import latent_attention
 
 INNER_NORM_EPS = 1e-6  # of q_a_layernorm and kv_a_layernorm, whatever rms_norm_eps says
@@ -19,8 +20,9 @@ INNER_NORM_EPS = 1e-6  # of q_a_layernorm and kv_a_layernorm, whatever rms_norm_
 class LatentAttention(nnx.Module):
     """Keys and values of every head are linear in one cached latent; `output_gate` is Kimi K3's sigmoid gate."""
 
-    def __init__(self, spec: LatentAttentionSpec, hidden: int, dtype: DTypeLike) -> None:
+    def __init__(self, spec: LatentAttentionSpec, context: LayerContext) -> None:
         self.spec = spec
+        hidden, dtype = context.hidden_size, context.dtype
         heads, query_dim = spec.num_attention_heads, spec.qk_nope_head_dim + spec.qk_rope_head_dim
         if spec.q_lora_rank is None:
             self.q_proj = Linear(hidden, heads * query_dim, ("heads", None), dtype)
@@ -37,24 +39,22 @@ class LatentAttention(nnx.Module):
             self.gate_proj = Linear(hidden, heads * spec.v_head_dim, ("heads", None), dtype)
 
     def __call__(
-        self,
-        x: Float[Array, "B T D"],
-        state: dict[str, Array],
-        index: int | Array,
-        address: BatchAddress,
-        max_length: int | None,
+        self, x: Float[Array, "B T D"], state: dict[str, Array], index: int | Array, step: Step
     ) -> tuple[Float[Array, "B T D"], dict[str, Array]]:
-        spec, (rows, steps, _) = self.spec, x.shape
+        spec, (rows, steps, _), address = self.spec, x.shape, step.address
         query_dim = spec.qk_nope_head_dim + spec.qk_rope_head_dim
         q = self.q_proj(x) if spec.q_lora_rank is None else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
         q = q.reshape(rows, steps, spec.num_attention_heads, query_dim)
         compressed = self.kv_a_proj(x)
         latent = self.kv_a_layernorm(compressed[..., : spec.kv_lora_rank])
+        q_rope, k_rope = q[..., spec.qk_nope_head_dim :], compressed[..., spec.kv_lora_rank :]
+        if spec.rope is not None:
+            q_rope = rotate(q_rope, step.positions, spec.rope)
+            k_rope = rotate(k_rope[:, :, None], step.positions, spec.rope)[:, :, 0]
         out, pages = latent_attention(
-            q[..., : spec.qk_nope_head_dim], q[..., spec.qk_nope_head_dim :],
-            latent, compressed[..., spec.kv_lora_rank :], self.k_up[...], self.v_up[...],
+            q[..., : spec.qk_nope_head_dim], q_rope, latent, k_rope, self.k_up[...], self.v_up[...],
             state["latent"], index, address.page_table, address.starts, address.lengths,
-            scale=query_dim**-0.5, max_length=max_length,
+            scale=query_dim**-0.5 * spec.scale_factor,
         )  # fmt: skip
         out = out.astype(x.dtype).reshape(rows, steps, -1)
         if spec.output_gate:

@@ -10,7 +10,8 @@ from flax import nnx
 from jaxtyping import Float
 from safetensors.numpy import save_file
 
-from jaxhybrid.layers.decoder import Execution, abstract_decoder
+from jaxhybrid.layers.context import Execution
+from jaxhybrid.layers.decoder import abstract_decoder
 from jaxhybrid.models import family_of
 from jaxhybrid.models.config_reader import ConfigReader
 from jaxhybrid.models.weight_table import WeightTable

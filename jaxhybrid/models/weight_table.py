@@ -6,7 +6,7 @@ import numpy as np
 
 from jaxhybrid.checkpoint.fill import WeightRule
 from jaxhybrid.config import DenseSpec, LayerSpec, ModelConfig, MoeSpec
-from jaxhybrid.layers.decoder import Execution
+from jaxhybrid.layers.context import Execution
 from jaxhybrid.layers.segments import plan_segments
 
 Convert = Callable[[np.ndarray], np.ndarray]
@@ -57,9 +57,10 @@ class LayerPlace:
     ) -> None:
         self.table.add(name, (*self.path, *path), (*self.index, *index), shape, convert)
 
-    def norms(self, prefix: str) -> None:
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            self.add(f"{prefix}.{norm}.weight", norm, "weight")
+    def norms(self, prefix: str, mixer: str = "input_layernorm", ffn: str = "post_attention_layernorm") -> None:
+        """The norms before mixer and feed-forward."""
+        for name, place in ((mixer, "mixer_norm"), (ffn, "ffn_norm")):
+            self.add(f"{prefix}.{name}.weight", place, "weight")
 
     def dense(self, prefix: str, *path: str) -> None:
         """`{prefix}.{gate,up,down}_proj.weight` into a Dense at `path`."""
@@ -67,28 +68,44 @@ class LayerPlace:
             self.add(f"{prefix}.{part}_proj.weight", *path, "gate_up_proj", "weight", index=(place,))
         self.add(f"{prefix}.down_proj.weight", *path, "down_proj", "weight")
 
-    def experts(self, pattern: str, gate: str, up: str, down: str) -> None:
+    def experts(self, pattern: str, gate: str | None, up: str, down: str) -> None:
         """Tensors `pattern.format(expert=e, part=gate | up | down)` into the layer's experts."""
         assert isinstance(self.spec.ffn, MoeSpec)
         for part, matrix in ((gate, "gate_proj"), (up, "up_proj"), (down, "down_proj")):
-            for expert in range(self.spec.ffn.num_experts):
-                name = pattern.format(expert=expert, part=part)
-                if self.table.execution.stack_experts:
-                    self.add(name, "ffn", matrix, "weight", index=(expert,))
-                else:
-                    self.add(name, "ffn", matrix, "experts", expert)
+            for expert in range(self.spec.ffn.num_experts if part else 0):
+                self.expert(pattern.format(expert=expert, part=part), matrix, expert)
+
+    def expert(
+        self,
+        name: str,
+        matrix: str,
+        expert: int,
+        shape: tuple[int, ...] | None = None,
+        convert: Convert | None = None,
+    ) -> None:
+        """One expert's `gate_proj`, `up_proj` or `down_proj`, alone or out of a tensor of several (`convert`)."""
+        if self.table.execution.stack_experts:
+            self.add(name, "ffn", matrix, "weight", index=(expert,), shape=shape, convert=convert)
+        else:
+            self.add(name, "ffn", matrix, "experts", expert, shape=shape, convert=convert)
 
     @property
     def is_dense(self) -> bool:
         return isinstance(self.spec.ffn, DenseSpec)
 
 
-def trunk_weights(table: WeightTable, config: ModelConfig) -> None:
-    """Embedding, final norm and head, under the names all families share."""
-    table.add("model.embed_tokens.weight", ("embed_tokens",))
-    table.add("model.norm.weight", ("norm", "weight"))
+def trunk_weights(
+    table: WeightTable,
+    config: ModelConfig,
+    embedding: str = "model.embed_tokens",
+    norm: str = "model.norm",
+    head: str = "lm_head",
+) -> None:
+    """Embedding, final norm and head, under the names most families share."""
+    table.add(f"{embedding}.weight", ("embed_tokens",))
+    table.add(f"{norm}.weight", ("norm", "weight"))
     if not config.tie_word_embeddings:
-        table.add("lm_head.weight", ("lm_head", "weight"))
+        table.add(f"{head}.weight", ("lm_head", "weight"))
 
 
 def rows(select: np.ndarray | slice) -> Convert:

@@ -18,6 +18,8 @@ from jaxhybrid.config import (
 
 Growth = Literal["paged", "fixed"]
 
+OUTPUT = "output"  # the group of what belongs to no layer: the next token's logits
+
 
 @dataclass(frozen=True)
 class LeafSpec:
@@ -39,9 +41,12 @@ class LeafSpec:
 
 @dataclass(frozen=True)
 class StateLayout:
-    """`groups[l]` and `ordinals[l]` say where layer l keeps its state: group, and index within the group's stack."""
+    """`groups[l]` and `ordinals[l]` say where layer l keeps its state: group, and index within the group's stack.
 
-    groups: tuple[str, ...]
+    A layer without a mixer has the group None.
+    """
+
+    groups: tuple[str | None, ...]
     ordinals: tuple[int, ...]
     leaves: tuple[LeafSpec, ...]
 
@@ -56,7 +61,7 @@ class StateLayout:
     @property
     def recurrent(self) -> bool:
         """Whether a prefix can only be resumed where a snapshot of its fixed-size state was kept."""
-        return any(leaf.name in ("recurrent", "conv") for leaf in self.leaves)
+        return any(leaf.group != OUTPUT for leaf in self.fixed)
 
     @property
     def bytes_per_token(self) -> int:
@@ -81,8 +86,13 @@ def layout_of(
     """Layers with equal mixer specs share a group. `vocab_size` adds the next token's logits to each slot."""
     names: dict[MixerSpec, str] = {}
     counts: dict[str, int] = {}
-    groups, ordinals = [], []
+    groups: list[str | None] = []
+    ordinals = []
     for layer in layers:
+        if layer.mixer is None:
+            groups.append(None)
+            ordinals.append(0)
+            continue
         twins = sum(known.kind == layer.mixer.kind for known in names)
         group = names.setdefault(layer.mixer, layer.mixer.kind + (f".{twins}" if twins else ""))
         groups.append(group)
@@ -90,7 +100,7 @@ def layout_of(
         counts[group] = counts.get(group, 0) + 1
     leaves = [leaf for mixer, group in names.items() for leaf in _leaves(mixer, group, counts[group], dtypes)]
     if vocab_size is not None:
-        leaves.append(LeafSpec("output", "logits", 1, (vocab_size,), "float32", "fixed", ("vocab",)))
+        leaves.append(LeafSpec(OUTPUT, "logits", 1, (vocab_size,), "float32", "fixed", ("vocab",)))
     return StateLayout(tuple(groups), tuple(ordinals), tuple(leaves))
 
 

@@ -1,10 +1,10 @@
-"""Mixture of experts over stacked weights through XLA's ragged dot: for accelerators, and differentiable."""
+"""Mixture of experts over stacked weights through XLA's ragged dot: for accelerators."""
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.grouped_matmul.experts import Activation, ExpertBiases
 from pallas_kernels.grouped_matmul.grouping import combine, group_by_expert
 
 # Rows [A, in] in groups against matrices [E, out, in].
@@ -13,21 +13,29 @@ _DIMENSIONS = lax.RaggedDotDimensionNumbers(
 )
 
 
-def swiglu_experts(
+def routed_experts(
     x: Float[Array, "N D"],
     expert_ids: Int[Array, "N k"],
     weights: Float[Array, "N k"],
-    gate: Float[Array, "E I D"],
+    gate: Float[Array, "E I D"] | None,
     up: Float[Array, "E I D"],
     down: Float[Array, "E D I"],
     valid: Bool[Array, "N"],
+    *,
+    activation: Activation,
+    biases: ExpertBiases | None = None,
 ) -> Float[Array, "N D"]:
-    """See `pallas_kernels.grouped_matmul.swiglu_experts`."""
-    grouping = group_by_expert(expert_ids, valid, gate.shape[0])
+    """See `pallas_kernels.grouped_matmul.routed_experts`."""
+    count = up.shape[0]
+    grouping = group_by_expert(expert_ids, valid, count)
     rows = jnp.where(valid[:, None], x, 0)[grouping.tokens]
+    gate_bias, up_bias, down_bias = biases or (None, None, None)
+    ends = jnp.cumsum(grouping.sizes)
+    expert_of_row = jnp.minimum(jnp.searchsorted(ends, jnp.arange(rows.shape[0]), side="right"), count - 1)
 
-    def product(rows, matrices):
-        return lax.ragged_dot_general(rows, matrices, grouping.sizes, _DIMENSIONS, preferred_element_type=jnp.float32)
+    def product(rows, matrices, bias):
+        out = lax.ragged_dot_general(rows, matrices, grouping.sizes, _DIMENSIONS, preferred_element_type=jnp.float32)
+        return out if bias is None else out + bias[expert_of_row].astype(jnp.float32)
 
-    hidden = jax.nn.silu(product(rows, gate)) * product(rows, up)
-    return combine(product(hidden.astype(x.dtype), down), grouping, weights, valid).astype(x.dtype)
+    hidden = activation(None if gate is None else product(rows, gate, gate_bias), product(rows, up, up_bias))
+    return combine(product(hidden.astype(x.dtype), down, down_bias), grouping, weights, valid).astype(x.dtype)

@@ -1,27 +1,38 @@
 """Mixture of experts as its definition reads, one token after the other, in float32."""
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.grouped_matmul.experts import Activation, ExpertBiases
 
-def swiglu_experts(
+
+def routed_experts(
     x: Float[Array, "N D"],
     expert_ids: Int[Array, "N k"],
     weights: Float[Array, "N k"],
-    gate: Float[Array, "E I D"] | tuple[Float[Array, "I D"], ...],
+    gate: Float[Array, "E I D"] | tuple[Float[Array, "I D"], ...] | None,
     up: Float[Array, "E I D"] | tuple[Float[Array, "I D"], ...],
     down: Float[Array, "E D I"] | tuple[Float[Array, "D I"], ...],
     valid: Bool[Array, "N"],
+    *,
+    activation: Activation,
+    biases: ExpertBiases | None = None,
 ) -> Float[Array, "N D"]:
-    """See `pallas_kernels.grouped_matmul.swiglu_experts`."""
-    gates, ups, downs = (jnp.asarray(stack, jnp.float32) for stack in (gate, up, down))
+    """See `pallas_kernels.grouped_matmul.routed_experts`."""
+    gates, ups, downs = (None if stack is None else jnp.asarray(stack, jnp.float32) for stack in (gate, up, down))
+    gate_bias, up_bias, down_bias = biases or (None, None, None)
+
+    def product(matrices, bias, experts, row):
+        out = jnp.einsum("kba,ka->kb", matrices[experts], row)
+        return out if bias is None else out + bias[experts]
 
     def token(inputs):
         row, experts, factors = inputs
-        hidden = jax.nn.silu(gates[experts] @ row) * (ups[experts] @ row)
-        return jnp.einsum("k,kdi,ki->d", factors, downs[experts], hidden)
+        rows = jnp.broadcast_to(row, (experts.shape[0], row.shape[0]))
+        gated = None if gates is None else product(gates, gate_bias, experts, rows)
+        hidden = activation(gated, product(ups, up_bias, experts, rows))
+        return factors @ product(downs, down_bias, experts, hidden)
 
     rows = jnp.where(valid[:, None], x.astype(jnp.float32), 0)
     out = lax.map(token, (rows, expert_ids, jnp.where(valid[:, None], weights, 0)))

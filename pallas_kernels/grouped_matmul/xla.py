@@ -6,11 +6,11 @@ reads the buffer where it lies; indexing a stacked array would copy the expert f
 
 from collections.abc import Callable
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.grouped_matmul.experts import Activation, ExpertBiases
 from pallas_kernels.grouped_matmul.grouping import combine, group_by_expert
 
 # Most rows of one product: where a CPU core reaches its peak.
@@ -28,17 +28,20 @@ def block_rows(assignments: int, num_experts: int) -> int:
     return min(MAX_BLOCK_ROWS, 1 << (share - 1).bit_length())
 
 
-def swiglu_experts(
+def routed_experts(
     x: Float[Array, "N D"],
     expert_ids: Int[Array, "N k"],
     weights: Float[Array, "N k"],
-    gate: Float[Array, "E I D"] | tuple[Float[Array, "I D"], ...],
+    gate: Float[Array, "E I D"] | tuple[Float[Array, "I D"], ...] | None,
     up: Float[Array, "E I D"] | tuple[Float[Array, "I D"], ...],
     down: Float[Array, "E D I"] | tuple[Float[Array, "D I"], ...],
     valid: Bool[Array, "N"],
+    *,
+    activation: Activation,
+    biases: ExpertBiases | None = None,
 ) -> Float[Array, "N D"]:
-    """See `pallas_kernels.grouped_matmul.swiglu_experts`."""
-    num_experts = len(gate)
+    """See `pallas_kernels.grouped_matmul.routed_experts`."""
+    num_experts = len(up)
     size = block_rows(expert_ids.size, num_experts)
     grouping = group_by_expert(expert_ids, valid, num_experts)
     # Blocks may reach past their expert's last row: the next block overwrites what they put there, and after the last
@@ -47,7 +50,7 @@ def swiglu_experts(
     first_rows = jnp.cumsum(grouping.sizes) - grouping.sizes
     blocks = (grouping.sizes + size - 1) // size
     block_ends = jnp.cumsum(blocks)
-    apply_expert = _expert_function(gate, up, down)
+    apply_expert = _expert_function(gate, up, down, biases, activation)
 
     def body(index, products):
         expert = jnp.searchsorted(block_ends, index, side="right")
@@ -59,29 +62,54 @@ def swiglu_experts(
     return combine(products, grouping, weights, valid).astype(x.dtype)
 
 
-def _expert_function(gate, up, down) -> Callable[[Int[Array, ""], Float[Array, "M D"]], Float[Array, "M D"]]:
+def _expert_function(
+    gate, up, down, biases: ExpertBiases | None, activation: Activation
+) -> Callable[[Int[Array, ""], Float[Array, "M D"]], Float[Array, "M D"]]:
     """(expert, rows) -> that expert's products of the rows, float32."""
-    if not isinstance(gate, tuple):
-        return lambda expert, rows: _swiglu(rows, gate[expert], up[expert], down[expert])
+    if not isinstance(up, tuple):
+        return lambda expert, rows: _feed_forward(
+            rows, None if gate is None else gate[expert], up[expert], down[expert], _row(biases, expert), activation
+        )
 
-    def branch(*matrices):
-        return lambda rows: _swiglu(rows, *matrices)
+    def branch(gate, up, down):
+        return lambda rows, bias: _feed_forward(rows, gate, up, down, bias, activation)
 
-    branches = [branch(*matrices) for matrices in zip(gate, up, down, strict=True)]
-    return lambda expert, rows: lax.switch(expert, branches, rows)
+    branches = [branch(*matrices) for matrices in zip(gate or (None,) * len(up), up, down, strict=True)]
+    return lambda expert, rows: lax.switch(expert, branches, rows, _row(biases, expert))
 
 
-def _swiglu(
-    rows: Float[Array, "M D"], gate: Float[Array, "I D"], up: Float[Array, "I D"], down: Float[Array, "D I"]
+def _row(biases: ExpertBiases | None, expert: Int[Array, ""]) -> tuple[Float[Array, " _"] | None, ...]:
+    if biases is None:
+        return (None, None, None)
+    return tuple(None if bias is None else bias[expert].astype(jnp.float32) for bias in biases)
+
+
+def _feed_forward(
+    rows: Float[Array, "M D"],
+    gate: Float[Array, "I D"] | None,
+    up: Float[Array, "I D"],
+    down: Float[Array, "D I"],
+    biases: tuple[Float[Array, " _"] | None, ...],
+    activation: Activation,
 ) -> Float[Array, "M D"]:
+    gate_bias, up_bias, down_bias = biases
     if rows.shape[0] == 1:
-        hidden = jax.nn.silu(_times_rows(rows, gate)) * _times_rows(rows, up)
-        return _times_rows(hidden.astype(rows.dtype), down)
+        gated = None if gate is None else _plus(_times_rows(rows, gate), gate_bias)
+        hidden = activation(gated, _plus(_times_rows(rows, up), up_bias))
+        return _plus(_times_rows(hidden.astype(rows.dtype), down), down_bias)
     # Several rows as columns: XLA:CPU then repacks the weights at less cost. The barrier keeps it from turning the last
     # product around again.
     columns = rows.T
-    hidden = jax.nn.silu(_times_columns(gate, columns)) * _times_columns(up, columns)
-    return lax.optimization_barrier(_times_columns(down, hidden.astype(rows.dtype))).T
+    gated = None if gate is None else _plus(_times_columns(gate, columns), gate_bias, columns=True)
+    hidden = activation(gated, _plus(_times_columns(up, columns), up_bias, columns=True))
+    products = lax.optimization_barrier(_times_columns(down, hidden.astype(rows.dtype)))
+    return _plus(products.T, down_bias)
+
+
+def _plus(products: Float[Array, "M b"], bias: Float[Array, " b"] | None, columns: bool = False) -> Float[Array, "M b"]:
+    if bias is None:
+        return products
+    return products + (bias[:, None] if columns else bias)
 
 
 def _times_rows(rows: Float[Array, "1 a"], matrix: Float[Array, "b a"]) -> Float[Array, "1 b"]:

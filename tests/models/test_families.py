@@ -15,7 +15,8 @@ from safetensors import safe_open
 import jaxhybrid as jh
 from jaxhybrid.config import AttentionSpec, DenseSpec, ModelConfig, MoeSpec, RopeSpec
 from jaxhybrid.errors import ConfigError
-from jaxhybrid.layers.decoder import Execution, abstract_decoder
+from jaxhybrid.layers.context import Execution
+from jaxhybrid.layers.decoder import abstract_decoder
 from jaxhybrid.models import FAMILIES, family_of
 from jaxhybrid.models.config_reader import INERT_KEYS, ConfigReader
 from jaxhybrid.models.weight_table import WeightTable

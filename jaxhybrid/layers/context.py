@@ -1,0 +1,46 @@
+"""What every layer of a model has in common, and how its parameters are laid out for the platform."""
+
+from dataclasses import dataclass
+
+from jax.typing import DTypeLike
+
+from jaxhybrid.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How parameters are laid out for the platform that runs them.
+
+    `scan_layers`: repeated patterns are stacked and run by lax.scan, so that compile time does not grow with depth.
+    `stack_experts`: experts are one array, for grouped products; off, each is its own buffer and only the chosen are
+    read. A CPU wants both off: it copies what it slices out of a stack, and streams separate buffers at full speed.
+    """
+
+    scan_layers: bool
+    stack_experts: bool
+
+    @classmethod
+    def for_platform(cls, platform: str) -> "Execution":
+        accelerated = platform != "cpu"
+        return cls(scan_layers=accelerated, stack_experts=accelerated)
+
+
+@dataclass(frozen=True)
+class LayerContext:
+    """What a layer's modules are built with, beside their own spec. `dtype`: of weights and activations."""
+
+    config: ModelConfig
+    execution: Execution
+    dtype: DTypeLike
+
+    @property
+    def hidden_size(self) -> int:
+        return self.config.hidden_size
+
+    @property
+    def eps(self) -> float:
+        return self.config.rms_norm_eps
+
+    @property
+    def zero_centred(self) -> bool:
+        return self.config.zero_centred_norms

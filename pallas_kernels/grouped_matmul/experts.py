@@ -1,0 +1,17 @@
+"""What experts may have beside their matrices: an activation, and biases."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from jaxtyping import Array, Float
+
+# (gate product [*, I], None for experts without a gate; up product [*, I]) -> inner [*, I], elementwise
+Activation = Callable[[Any, Array], Array]
+
+
+class ExpertBiases(NamedTuple):
+    """Of every expert's three products; `gate` is None for experts without one."""
+
+    gate: Float[Array, "E I"] | None
+    up: Float[Array, "E I"]
+    down: Float[Array, "E D"]
