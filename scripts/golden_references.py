@@ -7,13 +7,11 @@ Sources: Kimi Linear (arXiv 2510.26692) for the delta rule and its gates, DeepSe
 latent attention, DeepSeek-V3 (2412.19437, sections 2.1.2 and 2.2) for the router and multi-token prediction.
 """
 
-from typing import Any
-
 import torch
+from golden import Config, OwnReference
 from torch import Tensor
 from torch.nn import functional as F
 
-Config = dict[str, Any]
 LATENT_NORM_EPS = 1e-6  # the norms inside latent attention keep their own epsilon, whatever rms_norm_eps says
 
 
@@ -216,3 +214,6 @@ def _mlp_shapes(name: str, hidden: int, width: int) -> dict[str, tuple[int, ...]
     shapes: dict[str, tuple[int, ...]] = {f"{name}.{n}_proj.weight": (width, hidden) for n in ("gate", "up")}
     shapes[f"{name}.down_proj.weight"] = (hidden, width)
     return shapes
+
+
+KIMI_REFERENCE = OwnReference(KimiReference, tensor_shapes)

@@ -14,19 +14,19 @@ and `golden.npz`:
     greedy          [2,64] int32, greedy continuation of that prompt
     mtp_logits      [2,319,V] float32, only with a prediction layer: row t predicts token t+2
 
-`transformers` is the reference, except for `kimi_linear_gated`, whose options it lacks (see golden_references.py).
+`transformers` is the reference, except where a family's file in golden_configs/ names one of ours.
 """
 
 import json
 import re
 import shutil
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from absl import app, flags, logging
-from golden_configs import CONFIGS, SHARDS, Config
+from golden import Config, Forward, Golden, Tensors
+from golden_configs import GOLDENS
 
 BATCH, LENGTH, PREFILL, GREEDY = 2, 320, 200, 64
 FIRST_ORDINARY_TOKEN = 3  # 0 to 2 are padding, start and end
@@ -41,12 +41,13 @@ _OUT = flags.DEFINE_string("out", "tests/goldens", "Folder that receives one fol
 _ONLY = flags.DEFINE_list("only", [], "Names of the goldens to make; all when empty.")
 _SEED = flags.DEFINE_integer("seed", 20, "First seed to try for each golden.")
 
-Forward = Callable[[Any], tuple[Any, Any]]  # input_ids [B,T] -> logits [B,T,V], mtp logits or None
 
-
-def random_tensor(config: Config, name: str, shape: tuple[int, ...], generator):
+def random_tensor(golden: Golden, name: str, shape: tuple[int, ...], generator):
     """A value away from the initial constant for every kind of parameter, of a size that keeps activations near one."""
     import torch
+
+    if (own := golden.random(name, shape, generator)) is not None:
+        return own
 
     def normal(mean: float, std: float):
         return torch.randn(shape, generator=generator) * std + mean
@@ -59,8 +60,8 @@ def random_tensor(config: Config, name: str, shape: tuple[int, ...], generator):
     if leaf == "e_score_correction_bias":
         return normal(0.0, 0.15)
     if len(shape) == 1:
-        initial = 0.0 if is_zero_centred(config, name) else 1.0
-        if config["tie_word_embeddings"] and name.endswith(("model.norm.weight", "shared_head.norm.weight")):
+        initial = 0.0 if golden.zero_centred(name) else 1.0
+        if golden.config.get("tie_word_embeddings") and name.endswith(("model.norm.weight", "shared_head.norm.weight")):
             # A scale of either sign, or a tied head would only ever repeat the token it was given.
             return normal(initial - 1.0, 1.0)
         return normal(initial, 0.25)
@@ -72,57 +73,56 @@ def random_tensor(config: Config, name: str, shape: tuple[int, ...], generator):
     return normal(0.0, (1.5 if router else 1.0) / shape[-1] ** 0.5)
 
 
-def is_zero_centred(config: Config, name: str) -> bool:
-    """Qwen3-Next multiplies by 1 + weight in every norm but the gated one after the delta rule."""
-    return config["model_type"] == "qwen3_next" and "norm" in name and "linear_attn.norm" not in name
-
-
-def transformers_tensors(config: Config, seed: int) -> dict[str, Any]:
+def transformers_tensors(golden: Golden, seed: int) -> Tensors:
     """A randomised model's tensors under their published names."""
     import torch
     import transformers
     from safetensors.torch import load_file
 
-    model_class = getattr(transformers, config["architectures"][0])
-    model = model_class(model_class.config_class.from_dict(dict(config)))
+    model_class = getattr(transformers, golden.config["architectures"][0])
+    model = model_class(model_class.config_class.from_dict(dict(golden.config)))
     generator = torch.Generator().manual_seed(seed)
     named = dict(model.named_parameters())
     named |= {name: buffer for name, buffer in model.named_buffers() if name in model.state_dict()}
     with torch.no_grad():
         for name, tensor in named.items():
-            tensor.copy_(random_tensor(config, name, tuple(tensor.shape), generator))
+            tensor.copy_(random_tensor(golden, name, tuple(tensor.shape), generator))
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        tensors = load_file(Path(folder) / "model.safetensors")
-    if config["model_type"] == "kimi_linear":
-        # transformers 5.24 also renames the dense layers' MLP on saving; released files keep `mlp` there.
-        return {re.sub(r"block_sparse_moe\.(gate|up|down)_proj", r"mlp.\1_proj", n): t for n, t in tensors.items()}
-    return tensors
+        return golden.as_published(load_file(Path(folder) / "model.safetensors"))
 
 
-def reference_tensors(config: Config, seed: int) -> dict[str, Any]:
+def reference_tensors(golden: Golden, seed: int) -> Tensors:
     import torch
-    from golden_references import tensor_shapes
 
+    assert golden.reference is not None
     generator = torch.Generator().manual_seed(seed)
-    shapes = tensor_shapes(config)
-    return {name: random_tensor(config, name, shape, generator) for name, shape in shapes.items()}
+    shapes = golden.reference.shapes(golden.config)
+    return {name: random_tensor(golden, name, shape, generator) for name, shape in shapes.items()}
 
 
-def is_own_reference(config: Config) -> bool:
-    return bool(config.get("mla_use_output_gate"))
-
-
-def load_forward(folder: Path, double: bool) -> Forward:
+def load_forward(folder: Path, golden: Golden, double: bool) -> Forward:
     """The reference forward pass of the checkpoint as written, in float32 or float64."""
     import torch
 
     config = json.loads((folder / "config.json").read_text())
     dtype = torch.float64 if double else torch.float32
-    if is_own_reference(config):
-        from golden_references import KimiReference
+    tensors = golden.loaded(read_tensors(folder))
+    if golden.reference is not None:
+        return golden.reference.forward(config, {name: tensor.to(dtype) for name, tensor in tensors.items()})
+    model = load_transformers(folder, config, dtype)
+    if (mtp := golden.mtp) is None:
+        return lambda input_ids: (model(input_ids, use_cache=False).logits, None)
+    wide = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
 
-        return KimiReference(config, {name: tensor.to(dtype) for name, tensor in read_tensors(folder).items()})
+    def forward(input_ids: Any) -> tuple[Any, Any]:
+        made = model(input_ids, use_cache=False, output_hidden_states=True)
+        return made.logits, mtp(config, wide, input_ids, made.hidden_states[-1])
+
+    return forward
+
+
+def load_transformers(folder: Path, config: Config, dtype: Any) -> Any:
     import transformers
 
     model_class = getattr(transformers, config["architectures"][0])
@@ -132,17 +132,16 @@ def load_forward(folder: Path, double: bool) -> Forward:
     problems = {key: value for key, value in loading.items() if value}
     if problems:
         raise ValueError(f"{folder}: transformers does not load it as written: {problems}")
-    model.eval()
-    return lambda input_ids: (model(input_ids, use_cache=False).logits, None)
+    return model.eval()
 
 
-def read_tensors(folder: Path) -> dict[str, Any]:
+def read_tensors(folder: Path) -> Tensors:
     from safetensors.torch import load_file
 
     return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
 
 
-def write_checkpoint(folder: Path, config: Config, tensors: dict[str, Any], shards: int) -> None:
+def write_checkpoint(folder: Path, config: Config, tensors: Tensors, shards: int) -> None:
     from safetensors.torch import save_file
 
     shutil.rmtree(folder, ignore_errors=True)
@@ -175,40 +174,42 @@ def greedy_continuation(forward: Forward, prompt) -> tuple[Any, float]:
     return ids[:, prompt.shape[1] :], lead
 
 
-def check_own_reference(folder: Path, config: Config, input_ids, logits) -> None:
-    """KimiReference has to equal transformers wherever both apply."""
+def check_second_reference(folder: Path, golden: Golden, input_ids: Any, logits: Any) -> None:
+    """A reference of ours has to equal transformers wherever both apply."""
     import torch
-    from golden_references import KimiReference
 
+    assert golden.second_reference is not None
     with torch.no_grad():
-        ours = KimiReference(config, read_tensors(folder))(input_ids)[0]
+        ours = golden.second_reference.forward(golden.config, golden.loaded(read_tensors(folder)))(input_ids)[0]
     worst = ((ours - logits).abs().max() / logits.std()).item()
-    logging.info("%s: KimiReference differs from transformers by %.1e", folder.name, worst)
+    logging.info("%s: our reference differs from transformers by %.1e", folder.name, worst)
     if worst > MAX_ROUNDING:
-        raise ValueError(f"{folder}: KimiReference differs from transformers by {worst:.1e} of the logits' deviation")
+        raise ValueError(f"{folder}: our reference differs from transformers by {worst:.1e} of the logits' deviation")
 
 
-def make_golden(folder: Path, config: Config, seed: int) -> str | None:
+def make_golden(folder: Path, golden: Golden, seed: int) -> str | None:
     """Writes one golden; returns why this seed will not do, or None."""
     import numpy as np
     import torch
 
-    make_tensors = reference_tensors if is_own_reference(config) else transformers_tensors
-    write_checkpoint(folder, config, make_tensors(config, seed), SHARDS.get(folder.name, 1))
+    config = golden.config
+    make_tensors = reference_tensors if golden.reference is not None else transformers_tensors
+    write_checkpoint(folder, config, golden.stored(make_tensors(golden, seed)), golden.shards)
     generator = torch.Generator().manual_seed(seed + 1)
-    input_ids = torch.randint(FIRST_ORDINARY_TOKEN, config["vocab_size"], (BATCH, LENGTH), generator=generator)
+    vocabulary = config.get("text_config", config)["vocab_size"]
+    input_ids = torch.randint(FIRST_ORDINARY_TOKEN, vocabulary, (BATCH, LENGTH), generator=generator)
     with torch.no_grad():
-        forward = load_forward(folder, double=False)
+        forward = load_forward(folder, golden, double=False)
         logits, mtp_logits = forward(input_ids)
-        exact, _ = load_forward(folder, double=True)(input_ids)
+        exact, _ = load_forward(folder, golden, double=True)(input_ids)
         greedy, lead = greedy_continuation(forward, input_ids[:, :PREFILL])
     std = logits.std().item()
     rounding, lead = (logits - exact).abs().max().item() / std, lead / std
     logging.info("%s seed %d: deviation %.2f, rounding %.1e, lead %.1e", folder.name, seed, std, rounding, lead)
     if rounding > MAX_ROUNDING or lead < MIN_LEAD:
         return f"rounding {rounding:.1e}, smallest greedy lead {lead:.1e}"
-    if config["model_type"] == "kimi_linear" and not is_own_reference(config):
-        check_own_reference(folder, config, input_ids, logits)
+    if golden.second_reference is not None:
+        check_second_reference(folder, golden, input_ids, logits)
     arrays = {"input_ids": input_ids.int(), "logits": logits, "greedy": greedy.int()}
     if mtp_logits is not None:
         arrays["mtp_logits"] = mtp_logits
@@ -224,16 +225,16 @@ def make_golden(folder: Path, config: Config, seed: int) -> str | None:
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments {argv[1:]}")
-    unknown = sorted(set(_ONLY.value) - set(CONFIGS))
+    unknown = sorted(set(_ONLY.value) - set(GOLDENS))
     if unknown:
-        raise app.UsageError(f"unknown goldens {unknown}; there are {sorted(CONFIGS)}")
+        raise app.UsageError(f"unknown goldens {unknown}; there are {sorted(GOLDENS)}")
     import torch
 
     torch.set_num_threads(1)
-    for name in _ONLY.value or CONFIGS:
+    for name in _ONLY.value or GOLDENS:
         folder = Path(_OUT.value) / name
         for seed in range(_SEED.value, _SEED.value + 20):
-            if (refusal := make_golden(folder, CONFIGS[name], seed)) is None:
+            if (refusal := make_golden(folder, GOLDENS[name], seed)) is None:
                 break
             logging.info("%s seed %d refused: %s", name, seed, refusal)
         else:
