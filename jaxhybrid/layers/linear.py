@@ -24,13 +24,17 @@ def project(x: Float[Array, "*batch features"], weight: Float[Array, "out featur
 
 
 class Linear(nnx.Module):
-    """y = W x, without bias."""
+    """y = W x, or W x + b with a `bias`."""
 
-    def __init__(self, features: int, out: int, axes: tuple[str | None, str | None], dtype: DTypeLike) -> None:
+    def __init__(
+        self, features: int, out: int, axes: tuple[str | None, str | None], dtype: DTypeLike, bias: bool = False
+    ) -> None:
         self.weight = parameter((out, features), axes, dtype)
+        self.bias = parameter((out,), axes[:1], dtype) if bias else None
 
     def __call__(self, x: Float[Array, "*batch features"]) -> Float[Array, "*batch out"]:
-        return project(x, self.weight[...])
+        out = project(x, self.weight[...])
+        return out if self.bias is None else out + self.bias[...]
 
 
 class StackedLinear(nnx.Module):
