@@ -1,5 +1,8 @@
 """Logits and greedy tokens against the reference implementations' recorded output, by every route to them."""
 
+import json
+import re
+from collections import Counter
 from pathlib import Path
 
 import jax
@@ -10,21 +13,30 @@ from flax import nnx
 
 import jaxhybrid as jh
 from jaxhybrid.layers.context import Execution
+from jaxhybrid.models import FAMILIES, family_of
+from jaxhybrid.models.weight_table import WeightTable
 from jaxhybrid.state.arrays import pool_arrays
 from jaxhybrid.state.batch import BatchAddress
 
 GOLDENS = Path(__file__).parent / "goldens"
 NAMES = sorted(folder.parent.name for folder in GOLDENS.glob("*/golden.npz"))
 TOLERANCE = 2e-4  # of the logits' standard deviation
+BFLOAT16_TOLERANCE = (
+    0.1  # median error of bf16 weights and activations; a tiny router may flip and throw the maximum off
+)
 ODD_CHUNK = 37
 CONFIG = jh.EngineConfig(
-    max_sequences=4, max_tokens=4096, page_size=16, prefill_chunks=(ODD_CHUNK,), prefill_rows=4, steps_per_dispatch=16
-)
+    max_sequences=4, max_tokens=4096, page_size=16, prefill_chunks=(ODD_CHUNK,), prefill_rows=4, row_buckets=(4,),
+    steps_per_dispatch=16,
+)  # fmt: skip
+
+# Tensors that may change without changing any logit: (golden, tensor) patterns and the reason.
+UNFELT: dict[tuple[str, str], str] = {}
 
 pytestmark = pytest.mark.golden
 
 
-@pytest.fixture(scope="module", params=NAMES)
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in NAMES])
 def golden(request: pytest.FixtureRequest):
     folder = GOLDENS / request.param
     with np.load(folder / "golden.npz") as arrays:
@@ -51,9 +63,11 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
     return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
 
 
-def test_there_are_two_goldens_of_each_family() -> None:
-    families = [name.rsplit("_", 1)[0] for name in NAMES]
-    assert all(families.count(family) >= 2 for family in ("kimi_linear", "qwen3_next", "qwen3"))
+def test_every_family_has_two_goldens() -> None:
+    configs = [json.loads((GOLDENS / name / "config.json").read_text()) for name in NAMES]
+    found = Counter(family_of(config, "here").__name__ for config in configs)
+    assert {family.__name__: found[family.__name__] for family in FAMILIES.values()} == found
+    assert min(found.values()) >= 2
 
 
 def test_forward_equals_the_reference(golden, model) -> None:
@@ -116,19 +130,56 @@ def test_greedy_tokens_by_every_route(golden, engine) -> None:
     assert engine.stats().live_slots == engine.stats().live_pages == 0
 
 
-@pytest.mark.parametrize("name", ["kimi_linear_b", "qwen3_next_a"])
-def test_scanned_layers_and_stacked_experts_equal_the_reference(name: str) -> None:
-    """The layout that accelerators run."""
+def test_every_tensor_is_felt(golden, model) -> None:
+    """A tensor that may change without a logit changing is one that nobody reads."""
+    folder, arrays = golden
+    table = WeightTable(model.config, Execution.for_platform("cpu"))
+    family_of(json.loads((folder / "config.json").read_text()), folder.name).weights(table, model.config)
+    flat = dict(nnx.to_flat_state(model.parameters))
+    trunk = [rule for rule in table.rules if rule.path[0] != "mtp"]
+    excused = [name for (golden_pattern, name) in UNFELT if re.fullmatch(golden_pattern, folder.name)]
+    unfelt = {rule.name: rule for rule in trunk if not any(re.fullmatch(name, rule.name) for name in excused)}
+    rng = np.random.default_rng(0)
+    for length in (60, 320):  # few tokens are enough for most; the long way is for what is rarely chosen or far back
+        ids = arrays["input_ids"][0, :length]
+        before = np.asarray(jh.forward(model, ids))
+        for name, rule in list(unfelt.items()):
+            changed = {**flat, rule.path: flat[rule.path].replace(_perturbed(flat[rule.path][...], rule.index, rng))}
+            other = jh.Model(model.config, model.graph, nnx.from_flat_state(changed), model.dtypes, model.path)
+            other.__dict__["_chunk_logits"] = model._chunk_logits  # one compiled program for all
+            if np.abs(np.asarray(jh.forward(other, ids)) - before).max() > 1e-6:
+                del unfelt[name]
+    assert sorted(unfelt) == []
+
+
+def _perturbed(leaf: jnp.ndarray, index: tuple[int, ...], rng: np.random.Generator) -> jnp.ndarray:
+    value = np.array(leaf)
+    part = value[index]
+    if np.issubdtype(value.dtype, np.integer):
+        value[index] = (part + 1) % (part.max() + 1)
+    else:
+        value[index] = part + 0.3 * rng.normal(size=part.shape)
+    return jnp.asarray(value)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in NAMES[::2]])
+def test_scanned_layers_and_stacked_experts_in_bfloat16_stay_near(name: str) -> None:
+    """The layout and the dtype that accelerators run."""
     with np.load(GOLDENS / name / "golden.npz") as arrays:
-        ids, logits = arrays["input_ids"][0], arrays["logits"][0]
-    model = jh.load_model(GOLDENS / name, execution=Execution(scan_layers=True, stack_experts=True))
-    close(jh.forward(model, ids), logits, logits.std())
+        ids, logits = arrays["input_ids"][0, :120], arrays["logits"][0, :120]
+    stacked = Execution(scan_layers=True, stack_experts=True)
+    close(jh.forward(jh.load_model(GOLDENS / name, execution=stacked), ids), logits, logits.std())
+    low = jh.load_model(GOLDENS / name, dtype="bfloat16", execution=stacked)
+    worst = np.median(np.abs(np.asarray(jh.forward(low, ids)) - logits).max(-1)) / logits.std()
+    assert worst <= BFLOAT16_TOLERANCE
 
 
-def test_multi_token_prediction_equals_the_reference() -> None:
-    with np.load(GOLDENS / "kimi_linear_gated" / "golden.npz") as arrays:
-        ids, expected = arrays["input_ids"], arrays["mtp_logits"]
-    model = jh.load_model(GOLDENS / "kimi_linear_gated")
+def test_multi_token_prediction_equals_the_reference(golden, model) -> None:
+    _, arrays = golden
+    if "mtp_logits" not in arrays:
+        assert not model.config.mtp_layers
+        return
+    ids, expected = arrays["input_ids"], arrays["mtp_logits"]
     rows, length = ids.shape
 
     @jax.jit
