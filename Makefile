@@ -5,7 +5,7 @@ STAMP := $(VENV)/.installed-
 TRACES ?=
 OUT ?= replay-report
 
-.PHONY: replay test lint slow aot clean
+.PHONY: replay test golden lint slow aot clean
 
 $(STAMP)run: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -27,7 +27,10 @@ replay: $(STAMP)run
 	$(BIN)/python scripts/replay_traces.py --out=$(OUT) $(if $(TRACES),--traces=$(TRACES)) $(ARGS)
 
 test: $(STAMP)dev
-	$(BIN)/python -m pytest -n 2 --dist loadscope -m "not slow and not aot" $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadscope -m "not slow and not golden and not mesh and not aot" $(ARGS)
+
+golden: $(STAMP)dev
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m golden $(ARGS)
 
 slow: $(STAMP)dev
 	$(BIN)/python -m pytest -m slow $(ARGS)
