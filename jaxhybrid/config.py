@@ -3,6 +3,7 @@
 `models/` translates a published config.json into these; everything else reads only these.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -138,6 +139,48 @@ class GatedDeltaNetSpec:
 
 
 @dataclass(frozen=True)
+class Mamba2Spec:
+    """Mamba-2: a decay per head and token, B and C shared by the heads of a group (arXiv 2405.21060).
+
+    `norm`: over each group's channels, after the gate. `time_step_limit`: least and greatest step size.
+    """
+
+    num_heads: int
+    head_dim: int
+    n_groups: int
+    state_size: int
+    conv_kernel_size: int
+    conv_bias: bool = True
+    proj_bias: bool = False
+    norm: bool = True
+    time_step_limit: tuple[float, float] = (0.0, math.inf)
+
+    kind: Literal["mamba2"] = "mamba2"
+
+    @property
+    def intermediate_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def conv_dim(self) -> int:
+        return self.intermediate_size + 2 * self.n_groups * self.state_size
+
+
+@dataclass(frozen=True)
+class Mamba1Spec:
+    """Mamba-1: a decay per channel, state and token (arXiv 2312.00752), with Jamba's norms inside (2403.19887)."""
+
+    intermediate_size: int
+    state_size: int
+    conv_kernel_size: int
+    dt_rank: int
+    conv_bias: bool = True
+    proj_bias: bool = False
+
+    kind: Literal["mamba1"] = "mamba1"
+
+
+@dataclass(frozen=True)
 class ActivationSpec:
     """What lies between a feed-forward's projections; see `layers/activation.py`.
 
@@ -166,7 +209,10 @@ class DenseSpec:
 
 @dataclass(frozen=True)
 class MoeSpec:
-    """Routed experts and, if `shared_intermediate_size` is not 0, one expert every token passes."""
+    """Routed experts and, if `shared_intermediate_size` is not 0, one expert every token passes.
+
+    `latent_size`: routed experts work on a projection of that size, and their sum is projected back.
+    """
 
     num_experts: int
     num_experts_per_tok: int
@@ -179,11 +225,12 @@ class MoeSpec:
     n_group: int = 1
     topk_group: int = 1
     activation: ActivationSpec = SILU
+    latent_size: int | None = None
 
     kind: Literal["moe"] = "moe"
 
 
-MixerSpec = AttentionSpec | LatentAttentionSpec | KimiDeltaSpec | GatedDeltaNetSpec
+MixerSpec = AttentionSpec | LatentAttentionSpec | KimiDeltaSpec | GatedDeltaNetSpec | Mamba2Spec | Mamba1Spec
 FfnSpec = DenseSpec | MoeSpec
 
 

@@ -9,23 +9,27 @@ from jaxhybrid.config import AttentionSpec
 from jaxhybrid.layers.context import LayerContext
 from jaxhybrid.layers.linear import Linear
 from jaxhybrid.layers.norm import RmsNorm
+from jaxhybrid.layers.parameter import parameter
 from jaxhybrid.layers.rope import rotate
 from jaxhybrid.layers.step import Step
 from pallas_kernels.paged_attention import paged_attention
 
 
 class Attention(nnx.Module):
-    """o = W_o attend(q, k, v), with optional norms on q and k, rotary positions and a sigmoid output gate."""
+    """o = W_o attend(q, k, v), with norms on q and k, rotary positions, a window, sinks or an output gate if asked."""
 
     def __init__(self, spec: AttentionSpec, context: LayerContext) -> None:
         self.spec = spec
         hidden, dtype = context.hidden_size, context.dtype
         width, kv_width = spec.num_attention_heads * spec.head_dim, spec.num_key_value_heads * spec.head_dim
         # With an output gate, the rows of all queries and then those of all gates.
-        self.q_proj = Linear(hidden, 2 * width if spec.output_gate else width, ("heads", None), dtype)
-        self.k_proj = Linear(hidden, kv_width, ("kv_heads", None), dtype)
-        self.v_proj = Linear(hidden, kv_width, ("kv_heads", None), dtype)
-        self.o_proj = Linear(width, hidden, (None, "heads"), dtype)
+        query_width = 2 * width if spec.output_gate else width
+        self.q_proj = Linear(hidden, query_width, ("heads", None), dtype, spec.qkv_bias)
+        self.k_proj = Linear(hidden, kv_width, ("kv_heads", None), dtype, spec.qkv_bias)
+        self.v_proj = Linear(hidden, kv_width, ("kv_heads", None), dtype, spec.qkv_bias)
+        self.o_proj = Linear(width, hidden, (None, "heads"), dtype, spec.o_bias)
+        if spec.sinks:
+            self.sinks = parameter((spec.num_attention_heads,), ("heads",), jnp.float32)
         if spec.qk_norm:
             self.q_norm = RmsNorm(spec.head_dim, context.eps, dtype, context.zero_centred)
             self.k_norm = RmsNorm(spec.head_dim, context.eps, dtype, context.zero_centred)
@@ -46,6 +50,9 @@ class Attention(nnx.Module):
         out, keys, values = paged_attention(
             q, k, v, state["k"], state["v"], index, address.page_table, address.starts, address.lengths,
             scale=spec.head_dim**-0.5 if spec.scale is None else spec.scale,
+            window=spec.sliding_window,
+            sinks=self.sinks[...] if spec.sinks else None,
+            soft_cap=spec.logit_softcap,
         )  # fmt: skip
         out = out.astype(x.dtype).reshape(rows, steps, -1)
         if spec.output_gate:

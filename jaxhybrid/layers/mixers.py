@@ -15,6 +15,8 @@ from jaxhybrid.config import (
     GatedDeltaNetSpec,
     KimiDeltaSpec,
     LatentAttentionSpec,
+    Mamba1Spec,
+    Mamba2Spec,
     MixerSpec,
     MoeSpec,
 )
@@ -24,6 +26,8 @@ from jaxhybrid.layers.feed_forward import Dense
 from jaxhybrid.layers.gated_delta_net import GatedDeltaNet
 from jaxhybrid.layers.kimi_delta import KimiDelta
 from jaxhybrid.layers.latent_attention import LatentAttention
+from jaxhybrid.layers.mamba1 import Mamba1
+from jaxhybrid.layers.mamba2 import Mamba2
 from jaxhybrid.layers.mixture_of_experts import MixtureOfExperts
 
 MODULES: Mapping[type, type] = {
@@ -31,6 +35,8 @@ MODULES: Mapping[type, type] = {
     LatentAttentionSpec: LatentAttention,
     KimiDeltaSpec: KimiDelta,
     GatedDeltaNetSpec: GatedDeltaNet,
+    Mamba2Spec: Mamba2,
+    Mamba1Spec: Mamba1,
     DenseSpec: Dense,
     MoeSpec: MixtureOfExperts,
 }

@@ -39,7 +39,10 @@ class MixtureOfExperts(nnx.Module):
     def __init__(self, spec: MoeSpec, context: LayerContext) -> None:
         self.spec = spec
         hidden, stacked, dtype = context.hidden_size, context.execution.stack_experts, context.dtype
-        inner = (spec.moe_intermediate_size, hidden)
+        inner = (spec.moe_intermediate_size, spec.latent_size or hidden)
+        if spec.latent_size is not None:
+            self.fc1_latent_proj = Linear(hidden, spec.latent_size, (None, None), dtype)
+            self.fc2_latent_proj = Linear(spec.latent_size, hidden, (None, None), dtype)
         self.router = Linear(hidden, spec.num_experts, (None, None), jnp.float32)
         if spec.scoring == "sigmoid":
             self.e_score_correction_bias = parameter((spec.num_experts,), (None,), jnp.float32)
@@ -57,10 +60,12 @@ class MixtureOfExperts(nnx.Module):
         bias = self.e_score_correction_bias[...] if self.spec.scoring == "sigmoid" else None
         experts, weights = route(self.router(rows.astype(jnp.float32)), bias, self.spec)
         gate = self.gate_proj() if self.spec.activation.gated else None
+        latent = self.spec.latent_size is not None
         out = routed_experts(
-            rows, experts, weights, gate, self.up_proj(), self.down_proj(), step.valid.reshape(-1),
-            activation=activation(self.spec.activation),
-        ).reshape(x.shape)  # fmt: skip
+            self.fc1_latent_proj(rows) if latent else rows, experts, weights, gate, self.up_proj(), self.down_proj(),
+            step.valid.reshape(-1), activation=activation(self.spec.activation),
+        )  # fmt: skip
+        out = (self.fc2_latent_proj(out) if latent else out).reshape(x.shape)
         if self.spec.shared_intermediate_size:
             shared = self.shared_expert(x, step)
             if self.spec.shared_expert_gate:

@@ -13,6 +13,8 @@ from jaxhybrid.config import (
     KimiDeltaSpec,
     LatentAttentionSpec,
     LayerSpec,
+    Mamba1Spec,
+    Mamba2Spec,
     MixerSpec,
 )
 
@@ -118,12 +120,19 @@ def _leaves(mixer: MixerSpec, group: str, layers: int, dtypes: StateDtypes) -> l
         case GatedDeltaNetSpec():
             state = (mixer.num_value_heads, mixer.key_head_dim, mixer.value_head_dim)
             return _recurrent_leaves(group, layers, state, (mixer.conv_kernel_size - 1, mixer.conv_dim), dtypes)
+        case Mamba2Spec():
+            state = (mixer.num_heads, mixer.head_dim, mixer.state_size)
+            return _recurrent_leaves(group, layers, state, (mixer.conv_kernel_size - 1, mixer.conv_dim), dtypes)
+        case Mamba1Spec():
+            channels = mixer.intermediate_size
+            conv = (mixer.conv_kernel_size - 1, channels)
+            return _recurrent_leaves(group, layers, (channels, mixer.state_size), conv, dtypes)
 
 
 def _recurrent_leaves(
     group: str, layers: int, state: tuple[int, ...], conv: tuple[int, ...], dtypes: StateDtypes
 ) -> list[LeafSpec]:
     return [
-        LeafSpec(group, "recurrent", layers, state, dtypes.state, "fixed", ("heads", None, None)),
+        LeafSpec(group, "recurrent", layers, state, dtypes.state, "fixed", ("heads", *(None,) * (len(state) - 1))),
         LeafSpec(group, "conv", layers, conv, dtypes.cache, "fixed", (None, "heads")),
     ]
