@@ -22,8 +22,9 @@ class Job:
     Then, if `sampling` is given, up to sampling.max_tokens are made; `forced` tokens, if given, are taken as the
     response instead of sampling. `scored` tokens are a response that is processed in chunks once the prompt is in;
     `score` says that this is what is pending now, and the log-probability of each is kept. `fresh`: the sequence was
-    made for this job. `anchor` is held to go back to: where a sequence stood that the caller already had, or where
-    a response with stop strings began.
+    made for this job. `looked_up`: its prompt was looked up; what that found stands when it was preempted and comes by
+    again. `anchor` is held to go back to: where a sequence stood that the caller already had, or where a response with
+    stop strings began.
     """
 
     sequence: Sequence
@@ -43,6 +44,7 @@ class Job:
     finish_reason: Literal["stop", "length"] | None = None
     error: JaxHybridError | None = None
     fresh: bool = False
+    looked_up: bool = False
     opened: bool = False
     anchor: Bundle | None = None
     prefill_s: float = 0.0

@@ -126,7 +126,8 @@ class StateMemory:
 
     def open(self, job: Job) -> None:
         """Before a job's first step: finds the longest complete prefix, or notes where the sequence stood."""
-        job.prompt_length = job.sequence.length + job.pending.size
+        if not job.looked_up:
+            job.prompt_length = job.sequence.length + job.pending.size
         if job.fresh:
             self._find_prefix(job)
             return
@@ -143,13 +144,13 @@ class StateMemory:
         sequence, prompt = job.sequence, job.pending
         identity = self.identity(sequence.tenant)
         match = self.index.match(identity, prompt)
-        divergence = None
-        if sequence.trajectory is not None:
-            divergence = self._lineage.divergence(sequence.tenant, sequence.trajectory, sequence.branch, prompt)
         base = self._resume_point(identity, prompt, match)
-        if not job.made:  # a preempted job comes by again: it counts once
+        if not job.looked_up:
+            job.looked_up = True
+            divergence = None
+            if sequence.trajectory is not None:
+                divergence = self._lineage.divergence(sequence.tenant, sequence.trajectory, sequence.branch, prompt)
             sequence.reuse = self._reuse(match.matched, base.length, divergence)
-            self._count_prompt(sequence, prompt.size)
         if base.length:
             self.events.restores += 1
             self.pool.release(sequence.bundle)
@@ -268,6 +269,8 @@ class StateMemory:
             self.keep(sequence, "preempted", pin=False)
         self._drop_anchor(job)
         job.pending, job.opened = np.concatenate([sequence.tokens, job.pending]), False
+        if job.score:  # scored anew from the prompt's end, so that no token is scored twice, nor one of the prompt
+            job.pending, job.score, job.scores = job.pending[: job.prompt_length], False, []
         self.pool.release(sequence.bundle)
         sequence._bundle, sequence._tokens = self.pool.retain(EMPTY), sequence.tokens[:0]
         self.events.preemptions += 1
@@ -279,6 +282,8 @@ class StateMemory:
             self._undo(job)
             return
         self._drop_anchor(job)
+        if job.fresh:
+            self._count_prompt(sequence, job.prompt_length)
         if job.responds:
             made = sequence.length - job.prompt_length
             if made and self._config.retention.response_end:

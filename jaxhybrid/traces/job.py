@@ -6,7 +6,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib import resources
 from pathlib import Path
 from types import FrameType
@@ -33,6 +33,9 @@ DEMO_MODEL = "demo"
 WHOLE = "0/1"
 INTERRUPTED = 130  # what a shell reports of a program that Ctrl-C ended
 PREFILL_CHUNKS = (64, 512)  # few programs: a short run spends longer compiling than padding costs it
+
+_NO_OPTIONS = ("model", "mode", "traces", "simulate", "switches", "out", "resume", "compilation_cache")
+"""Fields of a ReplayJob that a header says in its own way, or that change nothing in what a run computes."""
 
 
 @dataclass(frozen=True)
@@ -68,19 +71,19 @@ class ReplayJob:
     def header(self, weights: str | None = None) -> RunHeader:
         """What must be the same for a run to be resumed. `weights`: fingerprint of the model's, if it is loaded."""
         chosen = {
-            "format": self.format,
-            "shard": self.shard if self.shard != WHOLE else None,
-            "switches": json.dumps(self.template_switches, sort_keys=True) if self.template_switches else None,
-            "splice": None if self.splice else "off",
-            "study_block_size": str(self.study_block_size) if self.study_block_size else None,
-            "shared_cache": None if self.shared_cache else "off",
-            "weights": weights and weights[:16],
+            field.name: str(getattr(self, field.name))
+            for field in fields(self)
+            if field.name not in _NO_OPTIONS and getattr(self, field.name) != field.default
         }
+        if self.template_switches:
+            chosen["switches"] = json.dumps(self.template_switches, sort_keys=True)
+        if weights:
+            chosen["weights"] = weights[:16]
         return RunHeader(
             model=self.model or DEMO_MODEL,
             mode="simulate" if self.simulate else self.mode,
             traces=self.traces or ("the project's own recordings",),
-            options={name: value for name, value in chosen.items() if value},
+            options=chosen,
         )
 
     @property
@@ -186,7 +189,7 @@ def _simulate(job: ReplayJob, interrupt: Interrupt) -> RunRecord:
 def _replay(job: ReplayJob, console: Console, interrupt: Interrupt) -> RunRecord:
     from jaxhybrid.model import load_model
     from jaxhybrid.platform import use_compilation_cache
-    from jaxhybrid.traces.replay import Replay, ReplayOptions, flat_counters
+    from jaxhybrid.traces.replay import Replay, ReplayOptions
 
     total = _count_calls(job)
     job.header()  # whatever is wrong with the command line is said before the model is loaded
@@ -213,12 +216,10 @@ def _replay(job: ReplayJob, console: Console, interrupt: Interrupt) -> RunRecord
             replay.run(studied())
             if not interrupt.asked:
                 progress.skip(progress.total - progress.done)  # calls of trajectories that were no prompts
-        counters = flat_counters(engine.stats())
         elapsed_s = replay.elapsed_s
         replay.measure_cold()
         return log.record(
-            policies=study.results(), counters=counters, errors=replay.errors,
-            interrupted=interrupt.asked, elapsed_s=elapsed_s,
+            policies=study.results(), errors=replay.errors, interrupted=interrupt.asked, elapsed_s=elapsed_s,
         )  # fmt: skip
 
 

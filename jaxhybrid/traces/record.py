@@ -16,6 +16,7 @@ from typing import BinaryIO, TypeVar
 import msgspec
 
 from jaxhybrid.errors import TraceError
+from jaxhybrid.traces.counters import add_up
 from jaxhybrid.traces.simulate import PolicyResult
 
 FORMAT_VERSION = 1
@@ -78,10 +79,20 @@ class ColdSample(msgspec.Struct, frozen=True, kw_only=True, tag="cold"):
     warm_ttft_s: float
 
 
+class CounterSample(msgspec.Struct, frozen=True, kw_only=True, tag="counters"):
+    """The engine's counters so far. `process` counts the processes that a run took: 0, and 1 more each time it resumed.
+
+    A process writes one every now and then and when it ends, each in place of the one before.
+    """
+
+    process: int
+    values: dict[str, int | float]
+
+
 class RunHeader(msgspec.Struct, frozen=True, kw_only=True, tag="header"):
     """What a run is of. A run resumes only under the header it began with.
 
-    `options`: whatever else changes which calls there are or what is in them, by name.
+    `options`: whatever else changes which calls there are, what is in them or what they cost, by name.
     """
 
     model: str
@@ -114,7 +125,7 @@ class _Version(msgspec.Struct):
 
 
 Decoded = TypeVar("Decoded")
-Entry = CallRecord | MemorySample | ColdSample
+Entry = CallRecord | MemorySample | ColdSample | CounterSample
 
 _VERSION = msgspec.json.Decoder(_Version)
 _RUN = msgspec.json.Decoder(RunRecord)
@@ -175,6 +186,7 @@ class RunLog:
         self.calls: list[CallRecord] = []
         self.memory: list[MemorySample] = []
         self.cold: list[ColdSample] = []
+        self._counters: dict[int, dict[str, int | float]] = {}
         self._encoder = msgspec.json.Encoder()
         path.parent.mkdir(parents=True, exist_ok=True)
         kept = self._read_entries() if resume and path.exists() else 0
@@ -183,6 +195,12 @@ class RunLog:
         self._stream.seek(kept)
         if not kept:
             self._write(header)
+        self.process = max(self._counters, default=-1) + 1
+
+    @property
+    def counters(self) -> dict[str, int | float]:
+        """Those of all processes, added up. What a process that was killed counted after its last sample is lost."""
+        return add_up(self._counters[process] for process in sorted(self._counters))
 
     @property
     def done(self) -> frozenset[tuple[str, int]]:
@@ -204,7 +222,6 @@ class RunLog:
         self,
         *,
         policies: Iterable[PolicyResult] = (),
-        counters: dict[str, int | float] | None = None,
         errors: Iterable[str] = (),
         interrupted: bool = False,
         elapsed_s: float = 0.0,
@@ -219,7 +236,7 @@ class RunLog:
             memory=tuple(self.memory),
             cold=tuple(self.cold),
             policies=tuple(policies),
-            counters=counters or {},
+            counters=self.counters,
             errors=tuple(errors),
             interrupted=interrupted,
             elapsed_s=elapsed_s,
@@ -258,6 +275,8 @@ class RunLog:
             self.calls.append(entry)
         elif isinstance(entry, MemorySample):
             self.memory.append(entry)
+        elif isinstance(entry, CounterSample):
+            self._counters[entry.process] = entry.values
         else:
             self.cold.append(entry)
 

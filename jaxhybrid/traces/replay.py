@@ -15,9 +15,9 @@ from jaxhybrid.engine.engine import Engine
 from jaxhybrid.engine.job import Job
 from jaxhybrid.engine.lineage import common_prefix
 from jaxhybrid.engine.sampling import Sampling
-from jaxhybrid.engine.stats import EngineStats
 from jaxhybrid.errors import JaxHybridError, TokenError, TraceError
-from jaxhybrid.traces.record import CallRecord, ColdSample, MemorySample, RunLog
+from jaxhybrid.traces.counters import flat_counters
+from jaxhybrid.traces.record import CallRecord, ColdSample, CounterSample, MemorySample, RunLog
 from jaxhybrid.traces.trajectory import TokenCall, TokenTrajectory
 
 Mode = Literal["forced", "score", "generate"]
@@ -148,9 +148,10 @@ class Replay:
                 more = self._open_next(source, done)
             self._begin_calls()
             if not (self._running or self._walks or more):
-                return
+                break
             for job in self._engine.step():
                 self._finish(job)
+        self._note_counters()
         for job in list(self._running):
             self._engine.cancel(job)
 
@@ -289,6 +290,10 @@ class Replay:
                     live_sequences=stats.live_sequences, checkpoints=stats.retained_checkpoints,
                 )
             )  # fmt: skip
+            self._note_counters()
+
+    def _note_counters(self) -> None:
+        self._log.append(CounterSample(process=self._log.process, values=flat_counters(self._engine.stats())))
 
 
 def _cold_picks(prompts: list[_Timed]) -> list[_Timed]:
@@ -301,22 +306,3 @@ def _cold_picks(prompts: list[_Timed]) -> list[_Timed]:
             left -= prompts[place][0].size
             chosen.append(prompts[place])
     return chosen[::-1]
-
-
-def flat_counters(stats: EngineStats) -> dict[str, int | float]:
-    """An engine's counters as one flat table for the report."""
-    counters: dict[str, int | float] = {"calls": stats.tokens.calls}
-    counters |= {
-        f"{name}_tokens": getattr(stats.tokens, name) for name in ("prompt", "reused", "gap", "new", "generated")
-    }
-    for name in (
-        "compiled_programs", "recurrent_bytes_copied", "kv_bytes_copied", "state_moves",
-        "retained_checkpoints", "live_sequences", "live_slots", "free_slots", "live_pages", "free_pages",
-    ):  # fmt: skip
-        counters[name] = getattr(stats, name)
-    for name in (
-        "restores", "forks", "evictions", "preemptions", "refusals", "prefill_dispatches", "decode_dispatches",
-    ):  # fmt: skip
-        counters[name] = getattr(stats.events, name)
-    counters |= {f"checkpoints_{kind}": count for kind, count in stats.events.checkpoints.items()}
-    return counters | {f"kernel_fallbacks_{name}": count for name, count in stats.kernel_fallbacks.items()}

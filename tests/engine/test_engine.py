@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import jaxhybrid as jh
+from jaxhybrid.engine.sequence import Reuse
 from jaxhybrid.errors import BusyError, CapacityError, ConfigError, ReleasedError, TokenError
 
 CONFIG = jh.EngineConfig(
@@ -249,11 +250,33 @@ def test_later_requests_give_way_and_come_back(tiny_model: jh.Model, shared_prog
             assert job.error is None
             job.sequence.release()
     assert engine.stats().events.preemptions > 0
+    tokens = engine.stats().tokens  # each prompt and response counts once
+    assert (tokens.calls, tokens.prompt, tokens.reused, tokens.gap) == (3, 3 * 61, 0, 0)
+    assert tokens.generated == sum(len(job.generation.tokens) for job in jobs)
+    assert [job.sequence.reuse for job in jobs] == [Reuse(0, 0, "cold")] * 3
     for prompt, job in zip(prompts, jobs, strict=True):
         fresh = engine.prefill(prompt, tenant="check")
         assert engine.generate([fresh], jh.Sampling(max_tokens=40))[0].tokens == job.generation.tokens
         fresh.release()
         engine.delete(tenant="check")
+
+
+def test_a_response_set_aside_while_it_is_scored_is_scored_whole_and_once(
+    tiny_model: jh.Model, shared_programs
+) -> None:
+    engine = shared_programs(tiny_model, dataclasses.replace(CONFIG, max_checkpoints=0))
+    job = engine.submit(PROMPT[:31], scored=PROMPT)
+    while len(job.scores) < 32:
+        engine.step()
+    engine._preempt(job)  # as a request before it does that runs out of pages
+    for checkpoint in list(engine._memory.index):
+        engine._memory.pool.release(engine._memory.index.remove(checkpoint))  # and takes those of what was set aside
+    while job.phase != "done":
+        engine.step()
+    assert engine.stats().tokens.generated == len(PROMPT)
+    job.sequence.release()
+    fresh = engine.prefill(PROMPT[:31], tenant="check")
+    np.testing.assert_allclose(job.scores, engine.score(fresh, PROMPT), atol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -208,9 +208,19 @@ def test_a_run_that_was_stopped_resumes_and_no_other(
     base: ReplayJob, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     out = tmp_path / "out"
-    run(base, out, mode="score", max_trajectories=2)
+    whole = run(base, out, mode="score")
     report = (out / "report.json").read_bytes()
-    for changes in ({"mode": "forced"}, {"switches": '{"enable_thinking": false}'}, {"shard": "0/2"}):
+    lines = (out / "run.jsonl").read_text().splitlines(keepends=True)
+    calls = [number for number, line in enumerate(lines) if '"type":"call"' in line]
+    (out / "run.jsonl").write_text("".join(lines[: calls[7]]))  # as a kill after the seventh call leaves it
+    for changes in (
+        {"mode": "forced"},
+        {"switches": '{"enable_thinking": false}'},
+        {"shard": "0/2"},
+        {"max_trajectories": 2},
+        {"max_tokens": 4096},
+        {"splice": False},
+    ):
         job = replace(base, out=str(out), resume=True, **({"mode": "score"} | changes))
         assert run_job(job) == 1
         error = capsys.readouterr().err
@@ -222,6 +232,8 @@ def test_a_run_that_was_stopped_resumes_and_no_other(
     resumed = run(base, out, mode="score", resume=True)
     assert sorted(pairs(resumed)) == sorted(PAIRS)
     assert (out / "run.jsonl").read_text().startswith(log)
+    assert resumed.options == whole.options
+    assert resumed.counters["calls"] <= len(PAIRS)
     assert capsys.readouterr().out.count(f"{len(PAIRS)}/{len(PAIRS)} calls") == 1
 
 
@@ -258,6 +270,11 @@ def test_ctrl_c_ends_with_a_report_and_resume_goes_on(base: ReplayJob, tmp_path:
     assert not resumed.interrupted
     assert sorted(pairs(resumed)) == sorted((each["id"], call) for each in runs for call in range(4))
     assert resumed.calls[: len(record.calls)] == record.calls
+    for part in (record, resumed):  # counters are of all processes that a run took
+        assert part.counters["calls"] == len(part.calls)
+        assert part.counters["generated_tokens"] == sum(call.generated for call in part.calls)
+        assert part.counters["prompt_tokens"] == sum(call.prompt_tokens for call in part.calls)
+    assert resumed.counters["decode_dispatches"] > record.counters["decode_dispatches"]
 
 
 def test_a_second_ctrl_c_ends_the_program(base: ReplayJob, tmp_path: Path):

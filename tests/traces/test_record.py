@@ -14,7 +14,16 @@ from synthetic_run import HEADER, call
 
 from jaxhybrid.errors import TraceError
 from jaxhybrid.traces import record as record_module
-from jaxhybrid.traces.record import CallRecord, ColdSample, MemorySample, RunHeader, RunLog, read_json, write_json
+from jaxhybrid.traces.record import (
+    CallRecord,
+    ColdSample,
+    CounterSample,
+    MemorySample,
+    RunHeader,
+    RunLog,
+    read_json,
+    write_json,
+)
 
 SAMPLE = MemorySample(t_s=4.5, bytes_by_kind={"recurrent": 7, "latent": 11}, live_sequences=2, checkpoints=3)
 COLD = ColdSample(context_tokens=512, cold_ttft_s=0.7, warm_ttft_s=0.05)
@@ -93,9 +102,9 @@ def test_a_write_that_fails_leaves_the_old_report(tmp_path: Path, monkeypatch: p
 def test_log_gives_the_record_back(tmp_path: Path) -> None:
     run = synthetic_run.run(2, 5)
     with RunLog(tmp_path / "run.jsonl", HEADER) as log:
-        for entry in (*run.calls, *run.memory, *run.cold):
+        for entry in (*run.calls, *run.memory, *run.cold, CounterSample(process=0, values=run.counters)):
             log.append(entry)
-        kept = {"policies": run.policies, "counters": run.counters, "errors": run.errors, "elapsed_s": run.elapsed_s}
+        kept = {"policies": run.policies, "errors": run.errors, "elapsed_s": run.elapsed_s}
         assert log.record(**kept) == run
     with RunLog(tmp_path / "run.jsonl", HEADER, resume=True) as log:
         assert log.record(**kept) == run
@@ -136,6 +145,25 @@ def test_resume_goes_on_with_the_clock(tmp_path: Path) -> None:
         assert log.elapsed_s == 3.75
         log.append(SAMPLE)
         assert log.elapsed_s == 4.5
+
+
+def test_counters_of_all_processes_add_up(tmp_path: Path) -> None:
+    def counters(log: RunLog, **values: int) -> None:
+        log.append(CounterSample(process=log.process, values=values))
+
+    path = tmp_path / "run.jsonl"
+    with RunLog(path, HEADER) as log:
+        assert log.counters == {}
+        counters(log, calls=2, forks=1, free_pages=70)
+        counters(log, calls=5, forks=1, free_pages=60)  # in place of the one before
+        assert log.counters == {"calls": 5, "forks": 1, "free_pages": 60}
+    with RunLog(path, HEADER, resume=True) as log:
+        assert log.counters == {"calls": 5, "forks": 1, "free_pages": 60}
+        counters(log, calls=3, checkpoints_every=4, free_pages=90)
+        assert log.record().counters == {"calls": 8, "forks": 1, "checkpoints_every": 4, "free_pages": 90}
+    with RunLog(path, HEADER, resume=True) as log:
+        counters(log, calls=1, free_pages=80)
+        assert log.counters == {"calls": 9, "forks": 1, "checkpoints_every": 4, "free_pages": 80}
 
 
 def test_without_resume_the_log_begins_anew(tmp_path: Path) -> None:
