@@ -35,7 +35,7 @@ def rotate(x: Float[Array, "B T H d"], positions: Int[Array, "B T"], rope: RopeS
 
 
 def frequencies(rope: RopeSpec) -> Float32[np.ndarray, " half"]:
-    """Radians per position of each pair: theta^(-2 i / rotary_dim), scaled; of dynamic scaling those of short inputs."""
+    """Radians per position of each pair: theta^(-2 i / rotary_dim), scaled; unscaled where the scaling is dynamic."""
     half = rope.rotary_dim // 2
     plain = rope.theta ** (-np.arange(half) / half)
     match rope.scaling:

@@ -13,7 +13,9 @@ INERT_KEYS = frozenset(
         *("router_aux_loss_coef", "aux_loss_alpha", "seq_aux", "ep_size", "pretraining_tp", "max_window_layers"),
         *("use_cache", "attn_implementation", "_attn_implementation", "return_dict", "output_hidden_states"),
         *("output_attentions", "chunk_size_feed_forward", "is_encoder_decoder", "id2label", "label2id"),
-        "problem_type",
+        *("problem_type", "num_logits_to_keep", "use_mamba_kernels", "hidden_dropout", "rescale_prenorm_residual"),
+        # How tensors are stored: checkpoint/dequantise.py reads it, and refuses what it does not know.
+        *("quantization_config", "expert_dtype"),
     }
 )
 
@@ -50,10 +52,17 @@ class ConfigReader:
         value = self.take(name)
         if not isinstance(value, Mapping):
             raise self.error(f"{name}: expected an object, got {value!r}")
-        return ConfigReader(value, f"{self._where}: {name}")
+        return self.within(name, value)
+
+    def within(self, name: str, values: Mapping[str, Any]) -> "ConfigReader":
+        """A reader of other values, which errors place at `name` of this file."""
+        return ConfigReader(values, f"{self._where}: {name}")
 
     def rope(self) -> "ConfigReader":
-        """A reader of `rope_parameters`, or of the older `rope_theta`, `rope_scaling` and `partial_rotary_factor`."""
+        """A reader of `rope_parameters`, or of the older `rope_theta`, `rope_scaling` and `partial_rotary_factor`.
+
+        `models/rope_keys.py` makes a RopeSpec of it.
+        """
         sources = [self.take(name, default=None) or {} for name in ("rope_parameters", "rope_scaling")]
         for name in ("rope_theta", "partial_rotary_factor"):
             value = self.take(name, default=None)
@@ -64,9 +73,7 @@ class ConfigReader:
                 key = "rope_type" if name == "type" else name
                 if merged.setdefault(key, value) != value:
                     raise self.error(f"{key}={merged[key]!r} contradicts {name}={value!r}")
-        rope = ConfigReader(merged, f"{self._where}: rope parameters")
-        rope.require("rope_type", "default")
-        return rope
+        return self.within("rope parameters", merged)
 
     def error(self, message: str) -> ConfigError:
         """An error that names the file."""

@@ -40,7 +40,8 @@ def translate(read: ConfigReader) -> ModelConfig:
     read.require("moe_layer_freq", 1)
     read.require("hidden_act", "silu")
     read.require("mla_use_nope", True)
-    read.rope()  # present in released files and unused: every layer is without positions
+    # Released files have rope keys, unused: every layer is without positions.
+    read.rope().require("rope_type", "default")
     read.take("head_dim", default=None)
 
     def layer(number: int) -> LayerSpec:

@@ -1,7 +1,8 @@
 """Qwen3 (`qwen3`): dense grouped-query attention, the plain baseline. arXiv 2505.09388."""
 
-from jaxhybrid.config import AttentionSpec, DenseSpec, LayerSpec, ModelConfig, RopeSpec
+from jaxhybrid.config import AttentionSpec, DenseSpec, LayerSpec, ModelConfig
 from jaxhybrid.models.config_reader import ConfigReader, end_tokens
+from jaxhybrid.models.rope_keys import rope_spec
 from jaxhybrid.models.weight_table import WeightTable, trunk_weights
 
 MODEL_TYPES = ("qwen3",)
@@ -16,16 +17,13 @@ def translate(read: ConfigReader) -> ModelConfig:
     read.require("use_sliding_window", False)
     read.take("sliding_window", default=None)
     read.require("layer_types", ["full_attention"] * layer_count)
-    rope = read.rope()
-    theta = float(rope.take("rope_theta"))
-    rope.finish()
+    positions = read.take("max_position_embeddings")
     attention = AttentionSpec(
         num_attention_heads=read.take("num_attention_heads"),
         num_key_value_heads=read.take("num_key_value_heads"),
         head_dim=head_dim,
-        rope=RopeSpec(theta, head_dim),
+        rope=rope_spec(read.rope(), head_dim, positions),
         qk_norm=True,
-        output_gate=False,
     )
     return ModelConfig(
         model_type="qwen3",
@@ -35,7 +33,7 @@ def translate(read: ConfigReader) -> ModelConfig:
         rms_norm_eps=read.take("rms_norm_eps"),
         zero_centred_norms=False,
         tie_word_embeddings=read.take("tie_word_embeddings", default=False),
-        max_position_embeddings=read.take("max_position_embeddings"),
+        max_position_embeddings=positions,
         bos_token_id=read.take("bos_token_id", default=None),
         eos_token_ids=end_tokens(read.take("eos_token_id", default=None)),
     )
@@ -47,6 +45,5 @@ def weights(table: WeightTable, config: ModelConfig) -> None:
     for number, place in enumerate(table.layers):
         prefix = f"model.layers.{number}"
         place.norms(prefix)
-        for part in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"):
-            place.add(f"{prefix}.self_attn.{part}.weight", "mixer", part, "weight")
+        place.attention(f"{prefix}.self_attn")
         place.dense(f"{prefix}.mlp", "ffn")

@@ -11,9 +11,9 @@ from jaxhybrid.config import (
     MixerSpec,
     ModelConfig,
     MoeSpec,
-    RopeSpec,
 )
 from jaxhybrid.models.config_reader import ConfigReader, end_tokens
+from jaxhybrid.models.rope_keys import rope_spec
 from jaxhybrid.models.weight_table import LayerPlace, WeightTable, rows, trunk_weights
 
 MODEL_TYPES = ("qwen3_next",)
@@ -28,7 +28,8 @@ def translate(read: ConfigReader) -> ModelConfig:
     ]
     if len(types) != layer_count or not set(types) <= {"linear_attention", "full_attention"}:
         raise read.error(f"layer_types: expected {layer_count} of linear_attention or full_attention, got {types}")
-    attention, delta = _attention_spec(read), _delta_spec(read)
+    positions = read.take("max_position_embeddings")
+    attention, delta = _attention_spec(read, positions), _delta_spec(read)
     moe, dense = _moe_spec(read), DenseSpec(read.take("intermediate_size"))
     step, dense_layers = read.take("decoder_sparse_step", default=1), read.take("mlp_only_layers", default=[])
     read.require("hidden_act", "silu")
@@ -47,17 +48,14 @@ def translate(read: ConfigReader) -> ModelConfig:
         rms_norm_eps=read.take("rms_norm_eps"),
         zero_centred_norms=True,
         tie_word_embeddings=read.take("tie_word_embeddings", default=False),
-        max_position_embeddings=read.take("max_position_embeddings"),
+        max_position_embeddings=positions,
         bos_token_id=read.take("bos_token_id", default=None),
         eos_token_ids=end_tokens(read.take("eos_token_id", default=None)),
     )
 
 
-def _attention_spec(read: ConfigReader) -> AttentionSpec:
+def _attention_spec(read: ConfigReader, positions: int) -> AttentionSpec:
     head_dim = read.take("head_dim")
-    rope = read.rope()
-    rotated = RopeSpec(float(rope.take("rope_theta")), int(head_dim * rope.take("partial_rotary_factor", default=0.25)))
-    rope.finish()
     read.require("attention_bias", False)
     read.require("use_sliding_window", False)
     read.take("sliding_window", default=None)
@@ -65,7 +63,7 @@ def _attention_spec(read: ConfigReader) -> AttentionSpec:
         num_attention_heads=read.take("num_attention_heads"),
         num_key_value_heads=read.take("num_key_value_heads"),
         head_dim=head_dim,
-        rope=rotated,
+        rope=rope_spec(read.rope(), head_dim, positions, partial=0.25),
         qk_norm=True,
         output_gate=True,
     )

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 
 from jaxhybrid.checkpoint.fill import WeightRule
-from jaxhybrid.config import DenseSpec, LayerSpec, ModelConfig, MoeSpec
+from jaxhybrid.config import AttentionSpec, DenseSpec, LayerSpec, ModelConfig, MoeSpec
 from jaxhybrid.layers.context import Execution
 from jaxhybrid.layers.segments import plan_segments
 
@@ -61,6 +61,19 @@ class LayerPlace:
         """The norms before mixer and feed-forward."""
         for name, place in ((mixer, "mixer_norm"), (ffn, "ffn_norm")):
             self.add(f"{prefix}.{name}.weight", place, "weight")
+
+    def attention(self, prefix: str) -> None:
+        """`{prefix}.{q,k,v,o}_proj` and what else the layer's attention has, under the names most families share."""
+        spec = self.spec.mixer
+        assert isinstance(spec, AttentionSpec)
+        biased = {"q_proj": spec.qkv_bias, "k_proj": spec.qkv_bias, "v_proj": spec.qkv_bias, "o_proj": spec.o_bias}
+        for part, bias in biased.items():
+            for kind in ("weight", "bias") if bias else ("weight",):
+                self.add(f"{prefix}.{part}.{kind}", "mixer", part, kind)
+        for norm in ("q_norm", "k_norm") if spec.qk_norm else ():
+            self.add(f"{prefix}.{norm}.weight", "mixer", norm, "weight")
+        if spec.sinks:
+            self.add(f"{prefix}.sinks", "mixer", "sinks")
 
     def dense(self, prefix: str, *path: str) -> None:
         """`{prefix}.{gate,up,down}_proj.weight` into a Dense at `path`."""
