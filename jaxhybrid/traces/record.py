@@ -39,7 +39,8 @@ class CallRecord(msgspec.Struct, frozen=True, kw_only=True, tag="call"):
     resumed: int
     gap: int
     limited_by: str
-    """What kept the call from resuming further, in the engine's words: `none`, `cold`, `recurrent`, `template`, ..."""
+    """What kept the call from resuming further, in the engine's words: `none`, `cold`, `recurrent`, `template`, ...; or
+    `replaced`: the recorded response stands where the model had answered."""
     new_tokens: int
     generated: int
     context_tokens: int

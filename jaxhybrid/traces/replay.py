@@ -13,8 +13,9 @@ from jaxtyping import Int32
 from jaxhybrid.chat import Remembered, splice_ids
 from jaxhybrid.engine.engine import Engine
 from jaxhybrid.engine.job import Job
-from jaxhybrid.engine.lineage import common_prefix
+from jaxhybrid.engine.lineage import Lineage, common_prefix
 from jaxhybrid.engine.sampling import Sampling
+from jaxhybrid.engine.sequence import Reuse
 from jaxhybrid.errors import JaxHybridError, TokenError, TraceError
 from jaxhybrid.traces.counters import flat_counters
 from jaxhybrid.traces.record import CallRecord, ColdSample, CounterSample, MemorySample, RunLog
@@ -129,6 +130,7 @@ class Replay:
         self._on_call, self._on_skip, self._stop = on_call, on_skip, stop
         self._clock_offset = log.elapsed_s - time.perf_counter()
         self._running: dict[Job, _Running] = {}
+        self._recorded = Lineage()
         self._walks: deque[_Walk] = deque()
         self._prompts: dict[int, _Timed] = {}
         self._sampled_s = -SAMPLE_EVERY_S
@@ -261,7 +263,7 @@ class Replay:
             matched=reuse.matched,
             resumed=reuse.resumed,
             gap=reuse.gap,
-            limited_by=reuse.limited_by,
+            limited_by=self._limited_by(running, reuse),
             new_tokens=running.prompt.size - reuse.matched,
             generated=job.sequence.length - running.prompt.size,
             context_tokens=job.sequence.length,
@@ -272,6 +274,20 @@ class Replay:
             finish_reason=job.finish_reason or "length",
             started_s=running.started_s,
         )
+
+    def _limited_by(self, running: _Running, reuse: Reuse) -> str:
+        """The engine's answer; but in generate mode the engine takes a recorded response, where the model had answered
+        something else, for a rewritten or edited one. So there the recorded calls say whether that is what it was.
+        """
+        if self._options.mode != "generate":
+            return reuse.limited_by
+        trajectory, call = running.walk.trajectory.id, running.walk.trajectory.calls[running.number]
+        divergence = self._recorded.divergence(TENANT, trajectory, call.branch, call.prompt_ids)
+        tokens = np.concatenate([call.prompt_ids, call.response_ids])
+        self._recorded.add(TENANT, trajectory, call.branch, tokens, call.turn_start)
+        if reuse.differing is None:
+            return reuse.limited_by
+        return "replaced" if divergence is None or divergence.position > reuse.differing[0] else divergence.kind
 
     def _fail(self, walk: _Walk, number: int, error: JaxHybridError) -> None:
         """A call that can't be replayed is skipped; those after it go on."""

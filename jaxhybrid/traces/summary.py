@@ -16,6 +16,7 @@ LIMITS = {
     "recurrent": "the recurrent state was not kept at the matched boundary",
     "pages": "the pages were not kept up to the matched boundary",
     "template": "the chat template rendered an earlier response otherwise than it was generated",
+    "replaced": "the recorded response stands where the model had answered, as it does in generate mode",
     "context_edit": "an earlier message was changed",
 }
 """What each value of `limited_by` means."""

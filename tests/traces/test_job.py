@@ -107,6 +107,8 @@ def test_generation_is_greedy_and_the_same_again(base: ReplayJob, forced: RunRec
     recorded = {(c.trajectory, c.call): c.generated for c in forced.calls}
     for call in first.calls:
         assert 0 <= call.generated <= recorded[call.trajectory, call.call]
+    # It is the recorded response that follows, not what the model said; no template is to blame.
+    assert {call.limited_by for call in first.calls if call.parent is not None} == {"replaced"}
 
 
 def test_stripped_reasoning_is_shown_and_a_switch_preserves_it(base: ReplayJob, tmp_path: Path):
@@ -116,9 +118,13 @@ def test_stripped_reasoning_is_shown_and_a_switch_preserves_it(base: ReplayJob, 
             message["reasoning_content"] = "open the test file and fix the error in that line"
     thinking["messages"][5] = {"role": "user", "content": "now fix the table"}  # where the second result was
     file = write_runs(tmp_path / "runs.jsonl", [thinking])
-    stripped, kept = (
-        run(base, tmp_path / name, mode="score", traces=(str(file),), switches=switches)
-        for name, switches in (("stripped", "{}"), ("kept", '{"preserve_thinking": true}'))
+    stripped, kept, answered = (
+        run(base, tmp_path / name, mode=mode, traces=(str(file),), switches=switches)
+        for name, mode, switches in (
+            ("stripped", "score", "{}"),
+            ("kept", "score", '{"preserve_thinking": true}'),
+            ("answered", "generate", "{}"),
+        )
     )
     first, second, third = stripped.calls
     assert (second.limited_by, third.limited_by) == ("none", "template")
@@ -127,6 +133,7 @@ def test_stripped_reasoning_is_shown_and_a_switch_preserves_it(base: ReplayJob, 
     assert third.matched == position
     assert expected != got
     assert [call.limited_by for call in kept.calls] == ["cold", "none", "none"]
+    assert [call.limited_by for call in answered.calls] == ["cold", "replaced", "template"]
     assert kept.options["switches"] == '{"preserve_thinking": true}'
     assert kept.calls[2].resumed > third.resumed
     assert "preserve_thinking" in (tmp_path / "kept" / "report.html").read_text()
