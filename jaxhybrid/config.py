@@ -90,11 +90,22 @@ class AttentionSpec:
 
 
 @dataclass(frozen=True)
+class IndexerSpec:
+    """The lightning indexer of DeepSeek sparse attention: each token attends to the `top_k` best of those before it."""
+
+    num_heads: int
+    head_dim: int
+    top_k: int
+    rope: RopeSpec
+
+
+@dataclass(frozen=True)
 class LatentAttentionSpec:
     """Multi-head latent attention: one latent and one shared key part per token (DeepSeek-V2, arXiv 2405.04434).
 
     `rope`: over the shared key part; None leaves it without positions. `scale_factor`: on the usual
-    (qk_nope_head_dim + qk_rope_head_dim) ** -0.5, as YaRN's squared mscale.
+    (qk_nope_head_dim + qk_rope_head_dim) ** -0.5, as YaRN's squared mscale. `indexer`: chooses the tokens that are
+    attended to; "shared" takes the choice of the last layer that has one; None attends to all.
     """
 
     num_attention_heads: int
@@ -106,6 +117,7 @@ class LatentAttentionSpec:
     output_gate: bool = False
     rope: RopeSpec | None = None
     scale_factor: float = 1.0
+    indexer: IndexerSpec | Literal["shared"] | None = None
 
     kind: Literal["latent_attention"] = "latent_attention"
 
@@ -184,10 +196,12 @@ class Mamba1Spec:
 class ActivationSpec:
     """What lies between a feed-forward's projections; see `layers/activation.py`.
 
-    `silu`, `gelu_tanh`: act(gate) * up. `relu2`: relu(up)^2, of a feed-forward without a gate.
+    `silu`, `gelu_tanh`: act(gate) * up. `relu2`: relu(up)^2, of a feed-forward without a gate. `gpt_oss`: gate *
+    sigmoid(1.702 gate) * (up + 1). `limit`: gate is cut at it from above, up on both sides, before anything else.
     """
 
-    name: Literal["silu", "gelu_tanh", "relu2"] = "silu"
+    name: Literal["silu", "gelu_tanh", "relu2", "gpt_oss"] = "silu"
+    limit: float | None = None
 
     @property
     def gated(self) -> bool:
@@ -211,6 +225,8 @@ class DenseSpec:
 class MoeSpec:
     """Routed experts and, if `shared_intermediate_size` is not 0, one expert every token passes.
 
+    `biases`: router and routed experts have them.
+
     `latent_size`: routed experts work on a projection of that size, and their sum is projected back.
     """
 
@@ -225,6 +241,7 @@ class MoeSpec:
     n_group: int = 1
     topk_group: int = 1
     activation: ActivationSpec = SILU
+    biases: bool = False
     latent_size: int | None = None
 
     kind: Literal["moe"] = "moe"
