@@ -43,3 +43,7 @@ class SchemaError(JaxHybridError):
 
 class TraceError(JaxHybridError):
     """A trace file or one of its records cannot be read."""
+
+
+class ReportError(JaxHybridError):
+    """A run's log or report cannot be written."""

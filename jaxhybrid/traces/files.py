@@ -69,11 +69,13 @@ def read_records(file: Path) -> Iterator[Record | TraceError]:
 
     What cannot be decoded comes as a TraceError value that names file and line; reading goes on after it.
     """
+    empty = True
     try:
-        if _has_record_a_line(file):
-            yield from _read_lines(file)
-        else:
-            yield _decode(file.read_bytes(), file, 1)
+        for item in _read_lines(file) if _has_record_a_line(file) else _read_whole(file):
+            empty = False
+            yield item
+        if empty:
+            yield TraceError(f"{file}: expected JSON, got an empty file")
     except OSError as error:
         yield TraceError(f"{file}: cannot be read: {error.strerror}")
 
@@ -92,6 +94,12 @@ def _has_record_a_line(file: Path) -> bool:
     return isinstance(_decode(first, file, 1), Record)
 
 
+def _read_whole(file: Path) -> Iterator[Record | TraceError]:
+    content = file.read_bytes()
+    if content.strip():
+        yield _decode(content, file, 1)
+
+
 def _read_lines(file: Path) -> Iterator[Record | TraceError]:
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
@@ -99,11 +107,19 @@ def _read_lines(file: Path) -> Iterator[Record | TraceError]:
                 yield _decode(line.rstrip(), file, number)
 
 
+def _broken(error: json.JSONDecodeError) -> str:
+    if error.msg.startswith("Unterminated string"):
+        return f"got a string from column {error.colno} on that does not end"
+    if error.pos >= len(error.doc.rstrip()):
+        return f"got text that breaks off at column {error.colno}"
+    return f"got {error.doc[error.pos]!r} at column {error.colno} ({error.msg.lower()})"
+
+
 def _decode(data: bytes, file: Path, line: int) -> Record | TraceError:
     try:
         return Record(json.loads(data), f"{file}:{line}", file)
     except json.JSONDecodeError as error:
-        return TraceError(f"{file}:{line + error.lineno - 1}: expected JSON, got {error.msg} at column {error.colno}")
+        return TraceError(f"{file}:{line + error.lineno - 1}: expected JSON, {_broken(error)}")
     except UnicodeDecodeError as error:
         return TraceError(f"{file}:{line}: expected UTF-8, got byte {error.object[error.start]:#04x}")
     except RecursionError:

@@ -19,7 +19,7 @@ from jaxhybrid.errors import JaxHybridError, TraceError
 from jaxhybrid.traces import units
 from jaxhybrid.traces.pipeline import Shard, read_traces, tokenise_traces
 from jaxhybrid.traces.progress import Progress
-from jaxhybrid.traces.record import RunHeader, RunLog, RunRecord
+from jaxhybrid.traces.record import RunHeader, RunLog, RunRecord, make_folder
 from jaxhybrid.traces.report_html import write_report
 from jaxhybrid.traces.report_table import print_table
 from jaxhybrid.traces.simulate import Study
@@ -171,6 +171,7 @@ def _count_calls(job: ReplayJob) -> int:
 
 def _simulate(job: ReplayJob, interrupt: Interrupt) -> RunRecord:
     header = job.header()
+    make_folder(Path(job.out))
     study = job.study()
     errors = []
     for item in _trajectories(job, ChatTokenizer.from_folder(job.model_folder)):
@@ -193,6 +194,7 @@ def _replay(job: ReplayJob, console: Console, interrupt: Interrupt) -> RunRecord
 
     total = _count_calls(job)
     job.header()  # whatever is wrong with the command line is said before the model is loaded
+    make_folder(Path(job.out))
     use_compilation_cache(job.compilation_cache)
     model = load_model(job.model_folder)
     tokenizer = model.tokenizer

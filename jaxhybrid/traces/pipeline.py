@@ -12,6 +12,7 @@ from typing import Any
 import grain
 
 from jaxhybrid.errors import TraceError
+from jaxhybrid.traces import units
 from jaxhybrid.traces.files import find_files
 from jaxhybrid.traces.recognise import read_file, reader_named
 from jaxhybrid.traces.tokenise import Tokenizer, tokenise
@@ -129,5 +130,5 @@ class _TraceIterator(grain.DatasetIterator):
             if position % self._shard.count == self._shard.index:
                 yield item
         if not seen:
-            first = errors[0] if errors else "the files are empty"
-            raise TraceError(f"no trajectory in {len(self._files)} files, {len(errors)} errors; the first: {first}")
+            found = f"no trajectory in {units.plural(len(self._files), 'file')}, {units.plural(len(errors), 'error')}"
+            raise TraceError(f"{found}; the first: {errors[0]}" if errors else found)

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, TypeVar
 
 import msgspec
 
-from jaxhybrid.errors import TraceError
+from jaxhybrid.errors import ReportError, TraceError
 from jaxhybrid.traces.counters import add_up
 from jaxhybrid.traces.simulate import PolicyResult
 
@@ -142,7 +143,31 @@ def write_json(record: RunRecord, path: Path) -> Path:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Writes `content` under a temporary name in the same folder, then renames it to `path`."""
+    """Writes `content` under a temporary name in the same folder, then renames it to `path`.
+
+    Raises ReportError, with `path` as it was, where that cannot be done.
+    """
+    with _writing(path):
+        _replace(path, content)
+
+
+def make_folder(folder: Path) -> None:
+    """Makes the folder that a run is to be written to. Raises ReportError where it cannot be, or takes no files."""
+    with _writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ReportError(f"{path}: cannot be written: {error.strerror or error}") from error
+
+
+def _replace(path: Path, content: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
@@ -179,6 +204,7 @@ class RunLog:
     Raises:
         TraceError: on resume, when the log belongs to another model, mode, set of traces or format version, or a line
             other than an unfinished last one can't be read.
+        ReportError: the log can't be written, here or in `append`.
     """
 
     def __init__(self, path: Path, header: RunHeader, *, resume: bool = False) -> None:
@@ -189,9 +215,10 @@ class RunLog:
         self.cold: list[ColdSample] = []
         self._counters: dict[int, dict[str, int | float]] = {}
         self._encoder = msgspec.json.Encoder()
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         kept = self._read_entries() if resume and path.exists() else 0
-        self._stream: BinaryIO = path.open("r+b" if kept else "wb")
+        with _writing(path):
+            self._stream: BinaryIO = path.open("r+b" if kept else "wb")
         self._stream.truncate(kept)
         self._stream.seek(kept)
         if not kept:
@@ -282,8 +309,9 @@ class RunLog:
             self.cold.append(entry)
 
     def _write(self, entry: RunHeader | Entry) -> None:
-        self._stream.write(self._encoder.encode(entry) + b"\n")
-        self._stream.flush()
+        with _writing(self.path):
+            self._stream.write(self._encoder.encode(entry) + b"\n")
+            self._stream.flush()
 
 
 def _read(path: Path) -> bytes:

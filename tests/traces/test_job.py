@@ -179,7 +179,7 @@ def test_what_cannot_begin_is_refused(base: ReplayJob, tmp_path: Path, capsys: p
             if file.name == kept or file.suffix == ".safetensors":
                 (folder / file.name).symlink_to(file)
     cases = {
-        r"no trajectory in 1 files, 2 errors; the first: .*broken\.jsonl:1: expected JSON": {"traces": (str(broken),)},
+        r"no trajectory in 1 file, 2 errors; the first: .*broken\.jsonl:1: expected JSON": {"traces": (str(broken),)},
         r"missing: no such file or folder": {"traces": (str(tmp_path / "missing"),)},
         r"unknown trace format 'sharegpt': expected one of .*openai_chat": {"format": "sharegpt"},
         r"expected a shard i/n with 0 <= i < n, got '3'": {"shard": "3"},
@@ -194,7 +194,9 @@ def test_what_cannot_begin_is_refused(base: ReplayJob, tmp_path: Path, capsys: p
         with pytest.raises(AssertionError, match=message):  # of the regular expression on one line
             raise AssertionError(refusal(replace(base, mode="score", **changes), capsys, tmp_path / "out"))
     (tmp_path / "file").write_text("")
-    assert "file" in refusal(replace(base, mode="score"), capsys, tmp_path / "file" / "out")
+    for simulate in (False, True):
+        error = refusal(replace(base, mode="score", simulate=simulate), capsys, tmp_path / "file" / "out")
+        assert error == f"error: {tmp_path / 'file' / 'out'}: cannot be written: Not a directory\n"
 
 
 def test_calls_that_do_not_fit_are_named_and_the_others_go_on(base: ReplayJob, tmp_path: Path):

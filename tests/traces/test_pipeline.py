@@ -82,13 +82,13 @@ def test_all_broken_is_an_error_in_every_shard(tmp_path):
     for index in range(2):
         iterator = iter(read_traces([tmp_path], shard=Shard(index, 2)))
         assert isinstance(next(iterator), TraceError)
-        with pytest.raises(TraceError, match=r"no trajectory in 1 files, 2 errors; the first: .*a.jsonl:1: "):
+        with pytest.raises(TraceError, match=r"no trajectory in 1 file, 2 errors; the first: .*a.jsonl:1: "):
             next(iterator)
 
 
 def test_empty_files_are_an_error(tmp_path):
     (tmp_path / "a.jsonl").write_text("\n")
-    with pytest.raises(TraceError, match=r"no trajectory in 1 files, 0 errors; the first: the files are empty"):
+    with pytest.raises(TraceError, match=r"no trajectory in 1 file, 1 error; the first: .*: expected JSON, got an empty file"):
         list(read_traces([tmp_path]))
 
 

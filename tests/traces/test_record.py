@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from synthetic_run import HEADER, call
 
-from jaxhybrid.errors import TraceError
+from jaxhybrid.errors import ReportError, TraceError
 from jaxhybrid.traces import record as record_module
 from jaxhybrid.traces.record import (
     CallRecord,
@@ -21,6 +21,7 @@ from jaxhybrid.traces.record import (
     MemorySample,
     RunHeader,
     RunLog,
+    make_folder,
     read_json,
     write_json,
 )
@@ -97,6 +98,26 @@ def test_a_write_that_fails_leaves_the_old_report(tmp_path: Path, monkeypatch: p
         write_json(new, path)
     assert read_json(path) == old
     assert [each.name for each in tmp_path.iterdir()] == ["report.json"]
+
+
+def test_a_place_that_takes_no_files_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    folder = tmp_path / "file" / "out"
+    for write in (
+        lambda: make_folder(folder),
+        lambda: RunLog(folder / "run.jsonl", HEADER),
+        lambda: write_json(synthetic_run.run(1, 2), folder / "report.json"),
+    ):
+        with pytest.raises(ReportError, match=r"file/out.*: cannot be written: Not a directory"):
+            write()
+
+
+def test_a_disk_that_is_full_is_named(tmp_path: Path) -> None:
+    with RunLog(tmp_path / "run.jsonl", HEADER) as log:
+        log._stream.close()
+        log._stream = Path("/dev/full").open("wb", buffering=0)
+        with pytest.raises(ReportError, match=r"run\.jsonl: cannot be written: No space left on device"):
+            log.append(SAMPLE)
 
 
 def test_log_gives_the_record_back(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def test_lines_know_their_number_and_broken_ones_are_values(tmp_path):
     first, broken, last = read_records(file)
     assert (first.value, first.source, first.name) == ({"a": 1}, f"{file}:1", "runs")
     assert isinstance(broken, TraceError)
-    assert str(broken).startswith(f"{file}:3: expected JSON, got ")
+    assert str(broken) == f"{file}:3: expected JSON, got text that breaks off at column 6"
     assert (last.value, last.source, last.name) == ([2], f"{file}:4", "runs:4")
 
 
@@ -53,7 +53,18 @@ def test_a_document_over_many_lines_is_one_record_and_its_error_has_the_line(tmp
     assert [record.value for record in read_records(good)] == [{"a": [1, 2]}]
     bad = write(tmp_path / "bad.json", '{\n  "a": 1,\n  "b" 2\n}\n')
     (error,) = read_records(bad)
-    assert str(error).startswith(f"{bad}:3: expected JSON, got ")
+    assert str(error) == f"{bad}:3: expected JSON, got '2' at column 7 (expecting ':' delimiter)"
+    cut = write(tmp_path / "cut.json", '{\n  "a": "half a li')
+    (error,) = read_records(cut)
+    assert str(error) == f"{cut}:2: expected JSON, got a string from column 8 on that does not end"
+
+
+@pytest.mark.parametrize("name", ["none.json", "none.jsonl"])
+def test_an_empty_file_is_an_error_value(tmp_path, name):
+    for content in ("", "\n \n"):
+        file = write(tmp_path / name, content)
+        (error,) = read_records(file)
+        assert str(error) == f"{file}: expected JSON, got an empty file"
 
 
 def test_lines_are_recognised_under_another_name(tmp_path):
