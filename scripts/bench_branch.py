@@ -12,7 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from absl import app, flags
+from absl import flags
+
+from jaxhybrid.command_line import run
 
 if TYPE_CHECKING:
     import jaxhybrid as jh
@@ -99,4 +101,4 @@ def median(seconds: Callable[[], float]) -> float:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    run(main)

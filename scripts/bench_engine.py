@@ -18,7 +18,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from absl import app, flags
+from absl import flags
+
+from jaxhybrid.command_line import run
 
 if TYPE_CHECKING:
     import jaxhybrid as jh
@@ -270,4 +272,4 @@ def shown(row: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    run(main)

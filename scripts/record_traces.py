@@ -5,6 +5,8 @@ from pathlib import Path
 
 from absl import app, flags
 
+from jaxhybrid.command_line import run
+
 _OUT = flags.DEFINE_string("out", "jaxhybrid/demo/traces", "Folder to write one JSON file per trajectory to.")
 _COUNT = flags.DEFINE_integer("count", 5, "How many trajectories to record.", lower_bound=1)
 _SPLIT = flags.DEFINE_enum(
@@ -28,4 +30,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    run(main)

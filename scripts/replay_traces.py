@@ -18,6 +18,8 @@ from typing import Any, cast
 
 from absl import app, flags
 
+from jaxhybrid.command_line import run
+
 TRACES = flags.DEFINE_list("traces", [], "Trace files or folders; the project's own recordings if none are named.")
 MODEL = flags.DEFINE_string("model", None, "Checkpoint folder; the embedded demo model if none is named.")
 MODE = flags.DEFINE_enum(
@@ -68,4 +70,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    run(main)

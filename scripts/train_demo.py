@@ -4,6 +4,8 @@ from pathlib import Path
 
 from absl import app, flags
 
+from jaxhybrid.command_line import run
+
 _OUT = flags.DEFINE_string(
     "out", "jaxhybrid/demo", "Folder of the checkpoint: written by training, read by --evaluate."
 )
@@ -59,4 +61,4 @@ def _train(out: Path, work: Path) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    run(main)

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 import jaxhybrid as jh
+from jaxhybrid.chat import Prompt
 from jaxhybrid.config import DenseSpec, KimiDeltaSpec, LatentAttentionSpec, LayerSpec, ModelConfig
 from jaxhybrid.errors import CheckpointError, ConfigError, JaxHybridError, TokenError
 from jaxhybrid.layers.context import Execution
@@ -158,12 +160,15 @@ def test_a_mesh_of_several_devices_is_refused(tiny_folder: Path) -> None:
         ([], "non-empty"),
         ([[1, 2]], "non-empty list of token ids, got shape"),
         ([1.0, 2.0], "expected integer token ids, got float64"),
+        ([[1], [2, 3]], "expected a list of integer token ids, got list"),
+        ("[1, 2]", r"got text: model.tokenizer.encode\(text\) gives its ids"),
+        (Prompt((3, 4), 1, "Hi"), r"got a Prompt: pass its \.token_ids"),
         ([3, 61, 4], "token id 61 at position 1 is outside 0 to 60"),
         ([3, 5, -1], "token id -1 at position 2 is outside 0 to 60"),
         ([3] * 4097, "4097 tokens are more than the model's 4096 positions"),
     ],
 )
-def test_bad_token_ids_are_refused(tiny_model: jh.Model, ids: list, message: str) -> None:
+def test_bad_token_ids_are_refused(tiny_model: jh.Model, ids: Any, message: str) -> None:
     with pytest.raises(TokenError, match=message):
         jh.forward(tiny_model, ids)
 

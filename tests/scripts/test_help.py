@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
-ENTRY_POINTS = sorted(path.name for path in SCRIPTS.glob("*.py") if "app.run(" in path.read_text())
+ENTRY_POINTS = sorted(path.name for path in SCRIPTS.glob("*.py") if "run(main)" in path.read_text())
 
 # Runs a script as `python script --help` would, and names what it must not have imported.
 PROBE = """

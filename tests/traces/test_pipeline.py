@@ -88,7 +88,7 @@ def test_all_broken_is_an_error_in_every_shard(tmp_path):
 
 def test_empty_files_are_an_error(tmp_path):
     (tmp_path / "a.jsonl").write_text("\n")
-    with pytest.raises(TraceError, match=r"no trajectory in 1 file, 1 error; the first: .*: expected JSON, got an empty file"):
+    with pytest.raises(TraceError, match=r"1 file, 1 error; the first: .*a\.jsonl: expected JSON, got an empty file"):
         list(read_traces([tmp_path]))
 
 

@@ -115,8 +115,8 @@ def test_a_place_that_takes_no_files_is_named(tmp_path: Path) -> None:
 def test_a_disk_that_is_full_is_named(tmp_path: Path) -> None:
     with RunLog(tmp_path / "run.jsonl", HEADER) as log:
         log._stream.close()
-        log._stream = Path("/dev/full").open("wb", buffering=0)
-        with pytest.raises(ReportError, match=r"run\.jsonl: cannot be written: No space left on device"):
+        refused = pytest.raises(ReportError, match=r"run\.jsonl: cannot be written: No space left on device")
+        with Path("/dev/full").open("wb", buffering=0) as log._stream, refused:
             log.append(SAMPLE)
 
 
