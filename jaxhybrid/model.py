@@ -141,8 +141,15 @@ def load_model(
 
 
 def check_tokens(token_ids: Sequence[int] | Int[np.ndarray, " T"], config: ModelConfig) -> Int[np.ndarray, " T"]:
-    """The ids as int32 [T]. Raises TokenError if there are none, they are not integers, or one is out of range."""
-    ids = np.asarray(token_ids)
+    """The ids as int32 [T]. Raises TokenError for anything else: none, text, a prompt, an id out of range."""
+    if isinstance(token_ids, str):
+        raise TokenError("expected token ids, got text: model.tokenizer.encode(text) gives its ids")
+    if hasattr(token_ids, "token_ids"):
+        raise TokenError(f"expected token ids, got a {type(token_ids).__name__}: pass its .token_ids")
+    try:
+        ids = np.asarray(token_ids)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise TokenError(f"expected a list of integer token ids, got {type(token_ids).__name__}: {error}") from error
     if ids.ndim != 1 or ids.size == 0:
         raise TokenError(f"expected a non-empty list of token ids, got shape {ids.shape}")
     if not np.issubdtype(ids.dtype, np.integer):
