@@ -56,13 +56,19 @@ RopeScaling = LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling
 class RopeSpec:
     """Rotary positions over the first `rotary_dim` channels of a head.
 
-    Rotated as two halves, or, if `interleaved`, as neighbouring pairs.
+    Rotated as two halves, or, if `interleaved`, as neighbouring pairs. `sections`: pairs that turn by time, height and
+    width where a token of an image has three positions (interleaved MRoPE, Qwen3-VL).
     """
 
     theta: float
     rotary_dim: int
     interleaved: bool = False
     scaling: RopeScaling | None = None
+    sections: tuple[int, int, int] | None = None
+
+    def __post_init__(self) -> None:
+        if self.sections is not None and isinstance(self.scaling, DynamicScaling):
+            raise ConfigError("dynamic rope scaling goes by one position, mrope_section by three: not both")
 
 
 @dataclass(frozen=True)
@@ -225,9 +231,8 @@ class DenseSpec:
 class MoeSpec:
     """Routed experts and, if `shared_intermediate_size` is not 0, one expert every token passes.
 
-    `biases`: router and routed experts have them.
-
-    `latent_size`: routed experts work on a projection of that size, and their sum is projected back.
+    `latent_size`: routed experts work on a projection of that size, and their sum is projected back. `biases`: router
+    and routed experts have them.
     """
 
     num_experts: int

@@ -135,7 +135,7 @@ def load_model(
     else:
         table = WeightTable(config, execution)
         family.weights(table, config)
-        leaves = fill(wanted, table.rules, DequantisedFolder.over(CheckpointFolder.open(folder)))
+        leaves = fill(wanted, table.rules, DequantisedFolder.over(CheckpointFolder.open(folder)), table.ignored)
     parameters = nnx.from_flat_state([(leaf, variable.replace(leaves[leaf])) for leaf, variable in flat])
     return Model(config, graph, parameters, StateDtypes(state_dtype, jnp.dtype(dtype).name), folder)
 

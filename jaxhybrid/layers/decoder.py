@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxhybrid.config import LayerSpec, ModelConfig
 from jaxhybrid.layers.context import Execution, LayerContext
+from jaxhybrid.layers.indexer import no_choice
 from jaxhybrid.layers.linear import Linear, project
 from jaxhybrid.layers.mixers import build
 from jaxhybrid.layers.norm import RmsNorm
@@ -23,6 +24,7 @@ from jaxhybrid.state.batch import BatchAddress
 from jaxhybrid.state.layout import StateLayout, layout_of
 
 Stream = Any  # what flows between layers; see layers/residual.py
+HANDED_ON = "handed_on"  # beside the pool's groups, within one call: what mixers leave for those after them
 
 
 class DecoderLayer(nnx.Module):
@@ -97,7 +99,10 @@ class Segment(nnx.Module):
                 stream, _ = layer(stream, {}, 0, step)
                 continue
             index = layout.ordinals[self.first + place] + repeat * groups.count(group)
-            stream, state = layer(stream, pool[group], index, step)
+            handed = pool.get(HANDED_ON, {})
+            stream, state = layer(stream, {**pool[group], **handed}, index, step)
+            if handed:
+                pool = {**pool, HANDED_ON: {name: state.pop(name, value) for name, value in handed.items()}}
             pool = {**pool, group: state}
         return stream, pool
 
@@ -158,8 +163,11 @@ class Decoder(nnx.Module):
         """Outputs after the final norm, and the pool with the rows' state advanced by their lengths."""
         step = Step(tokens, address)
         stream = self.ends.start(self.embed(tokens))
+        if handed := no_choice(self.config.layers, self.layout, pool, step):
+            pool = {**pool, HANDED_ON: handed}
         for segment in self.segments:
             stream, pool = segment(stream, pool, self.layout, step)
+        pool = {group: leaves for group, leaves in pool.items() if group != HANDED_ON}
         return self.norm(self.ends.end(stream)), pool
 
     def logits(self, outputs: Float[Array, "*batch D"]) -> Float[Array, "*batch V"]:

@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation (arXiv 1910.07467), computed in float32."""
+"""Root-mean-square (arXiv 1910.07467) and layer normalisation (1607.06450), computed in float32."""
 
 import jax
 import jax.numpy as jnp
@@ -29,3 +29,19 @@ class RmsNorm(nnx.Module):
     def __call__(self, x: Float[Array, "*batch features"]) -> Float[Array, "*batch features"]:
         weight = self.weight[...]
         return rms_norm(x, 1.0 + weight.astype(jnp.float32) if self.zero_centred else weight, self.eps)
+
+
+class LayerNorm(nnx.Module):
+    """(x - mean) / sqrt(variance + eps) * weight + bias."""
+
+    def __init__(self, features: int, eps: float, dtype: DTypeLike) -> None:
+        self.weight = parameter((features,), (None,), dtype)
+        self.bias = parameter((features,), (None,), dtype)
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "*batch features"]) -> Float[Array, "*batch features"]:
+        wide = x.astype(jnp.float32)
+        centred = wide - wide.mean(axis=-1, keepdims=True)
+        scale = jax.lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + self.eps)
+        weight, bias = self.weight[...].astype(jnp.float32), self.bias[...].astype(jnp.float32)
+        return (centred * scale * weight + bias).astype(x.dtype)

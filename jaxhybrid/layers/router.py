@@ -12,15 +12,16 @@ def route(
 ) -> tuple[Int[Array, "N k"], Float[Array, "N k"]]:
     """Expert ids and weights per token.
 
-    `softmax`: the k largest probabilities (Qwen3-MoE). `sigmoid`: chosen by sigmoid(score) + correction bias within
-    the best `topk_group` groups, weighted by the sigmoid alone (DeepSeek-V3, arXiv 2412.19437, equations 12 to 16).
+    `softmax`: the k largest probabilities (Qwen3-MoE), within the `topk_group` groups of the most probable experts
+    (DeepSeek-V2, arXiv 2405.04434, section 2.2.2). `sigmoid`: chosen by sigmoid(score) + correction bias within the
+    best `topk_group` groups, weighted by the sigmoid alone (DeepSeek-V3, arXiv 2412.19437, equations 12 to 16).
     """
     if spec.scoring == "softmax":
         gates = jax.nn.softmax(scores, axis=-1)
-        choice = gates
+        choice = _within_best_groups(gates, spec, best=1)
     else:
         gates = jax.nn.sigmoid(scores)
-        choice = _within_best_groups(gates if correction_bias is None else gates + correction_bias, spec)
+        choice = _within_best_groups(gates if correction_bias is None else gates + correction_bias, spec, best=2)
     _, experts = jax.lax.top_k(choice, spec.num_experts_per_tok)
     weights = jnp.take_along_axis(gates, experts, axis=-1)
     if spec.norm_topk_prob:
@@ -28,12 +29,12 @@ def route(
     return experts, weights * spec.routed_scaling_factor
 
 
-def _within_best_groups(choice: Float[Array, "N E"], spec: MoeSpec) -> Float[Array, "N E"]:
-    """Minus infinity outside the `topk_group` groups whose two best experts score highest together."""
+def _within_best_groups(choice: Float[Array, "N E"], spec: MoeSpec, best: int) -> Float[Array, "N E"]:
+    """Minus infinity outside the `topk_group` groups whose `best` best experts score highest together."""
     if spec.n_group == 1:
         return choice
     grouped = choice.reshape(choice.shape[0], spec.n_group, -1)
-    group_scores = jax.lax.top_k(grouped, 2)[0].sum(-1)
-    _, best = jax.lax.top_k(group_scores, spec.topk_group)
-    kept = jax.nn.one_hot(best, spec.n_group, dtype=jnp.bool_).any(axis=1)
+    group_scores = jax.lax.top_k(grouped, best)[0].sum(-1)
+    _, kept_groups = jax.lax.top_k(group_scores, spec.topk_group)
+    kept = jax.nn.one_hot(kept_groups, spec.n_group, dtype=jnp.bool_).any(axis=1)
     return jnp.where(kept[..., None], grouped, -jnp.inf).reshape(choice.shape)

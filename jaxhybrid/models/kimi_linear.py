@@ -15,7 +15,8 @@ from jaxhybrid.config import (
     MoeSpec,
 )
 from jaxhybrid.models.config_reader import ConfigReader, end_tokens
-from jaxhybrid.models.weight_table import Convert, LayerPlace, WeightTable, trunk_weights
+from jaxhybrid.models.latent_weights import latent_weights, prediction_weights
+from jaxhybrid.models.weight_table import LayerPlace, WeightTable, trunk_weights
 
 MODEL_TYPES = ("kimi_linear",)
 
@@ -102,15 +103,8 @@ def weights(table: WeightTable, config: ModelConfig) -> None:
     for number, place in enumerate(table.layers):
         _layer(place, f"model.layers.{number}")
     for number, place in enumerate(table.mtp):
-        prefix = f"model.layers.{len(config.layers) + number}"
-        _layer(place, prefix)
-        for name, part in (
-            ("enorm", "enorm"),
-            ("hnorm", "hnorm"),
-            ("eh_proj", "eh_proj"),
-            ("shared_head.norm", "norm"),
-        ):
-            table.add(f"{prefix}.{name}.weight", ("mtp", number, part, "weight"))
+        _layer(place, f"model.layers.{len(config.layers) + number}")
+    prediction_weights(table, config)
 
 
 def _layer(place: LayerPlace, prefix: str) -> None:
@@ -137,27 +131,6 @@ def _delta(place: LayerPlace, prefix: str, spec: KimiDeltaSpec) -> None:
     place.add(f"{prefix}.dt_bias", "mixer", "dt_bias")
     for part in ("f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj", "b_proj", "o_norm", "o_proj"):
         place.add(f"{prefix}.{part}.weight", "mixer", part, "weight")
-
-
-def latent_weights(place: LayerPlace, prefix: str, spec: LatentAttentionSpec) -> None:
-    """MLA's tensors; kv_b_proj holds, head by head, the key rows and then the value rows."""
-    queries = ("q_proj",) if spec.q_lora_rank is None else ("q_a_proj", "q_a_layernorm", "q_b_proj")
-    for part in (*queries, "kv_a_layernorm", "o_proj"):
-        place.add(f"{prefix}.{part}.weight", "mixer", part, "weight")
-    place.add(f"{prefix}.kv_a_proj_with_mqa.weight", "mixer", "kv_a_proj", "weight")
-    heads, nope = spec.num_attention_heads, spec.qk_nope_head_dim
-    published = (heads * (nope + spec.v_head_dim), spec.kv_lora_rank)
-
-    def part_of_each_head(part: slice) -> Convert:
-        return lambda tensor: tensor.reshape(heads, -1, spec.kv_lora_rank)[:, part]
-
-    for leaf, part in (("k_up", slice(0, nope)), ("v_up", slice(nope, None))):
-        place.add(
-            f"{prefix}.kv_b_proj.weight", "mixer", leaf, shape=published,
-            convert=part_of_each_head(part),
-        )  # fmt: skip
-    if spec.output_gate:
-        place.add(f"{prefix}.g_proj.weight", "mixer", "gate_proj", "weight")
 
 
 def _moe(place: LayerPlace, prefix: str) -> None:

@@ -1,5 +1,6 @@
 """Says where each published tensor goes, in terms of layers and experts rather than of module trees."""
 
+import re
 from collections.abc import Callable
 
 import numpy as np
@@ -17,6 +18,7 @@ class WeightTable:
 
     def __init__(self, config: ModelConfig, execution: Execution) -> None:
         self.rules: list[WeightRule] = []
+        self.ignored: list[str] = []
         self.execution = execution
         self.hidden = config.hidden_size
         self.layers: list[LayerPlace] = []
@@ -36,6 +38,10 @@ class WeightTable:
         convert: Convert | None = None,
     ) -> None:
         self.rules.append(WeightRule(name, path, index, shape, convert))
+
+    def ignore(self, name: str) -> None:
+        """The tensor may lie in the checkpoint, and nothing is made of it."""
+        self.ignored.append(re.escape(name))
 
 
 class LayerPlace:

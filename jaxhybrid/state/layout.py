@@ -10,6 +10,7 @@ import numpy as np
 from jaxhybrid.config import (
     AttentionSpec,
     GatedDeltaNetSpec,
+    IndexerSpec,
     KimiDeltaSpec,
     LatentAttentionSpec,
     LayerSpec,
@@ -112,8 +113,13 @@ def _leaves(mixer: MixerSpec, group: str, layers: int, dtypes: StateDtypes) -> l
             shape, axes = (mixer.num_key_value_heads, mixer.head_dim), ("kv_heads", None)
             return [LeafSpec(group, name, layers, shape, dtypes.cache, "paged", axes) for name in ("k", "v")]
         case LatentAttentionSpec():
-            width = mixer.kv_lora_rank + mixer.qk_rope_head_dim
-            return [LeafSpec(group, "latent", layers, (width,), dtypes.cache, "paged", (None,))]
+            widths = {"latent": mixer.kv_lora_rank + mixer.qk_rope_head_dim}
+            if isinstance(mixer.indexer, IndexerSpec):
+                widths["index_key"] = mixer.indexer.head_dim
+            return [
+                LeafSpec(group, name, layers, (width,), dtypes.cache, "paged", (None,))
+                for name, width in widths.items()
+            ]
         case KimiDeltaSpec():
             heads, dim, taps = mixer.num_heads, mixer.head_dim, mixer.short_conv_kernel_size
             return _recurrent_leaves(group, layers, (heads, dim, dim), (taps - 1, 3 * heads * dim), dtypes)
