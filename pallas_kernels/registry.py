@@ -7,6 +7,8 @@ cache key, so a compiled function is traced again under another forced kind or f
 
 On an accelerator no call takes a slow path in silence: where a kernel of the platform refuses a call, that is counted,
 and a `KernelFallbackWarning` says why.
+
+On a mesh (see `partition`) an operator that names its axes is split by them, and the choice is what one device runs.
 """
 
 import contextlib
@@ -20,6 +22,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+
+from pallas_kernels.partition import Axes, current, split
 
 KINDS = ("pallas", "xla", "reference")
 ACCELERATORS = ("tpu", "gpu")
@@ -60,10 +64,14 @@ class Implementation:
 
 @dataclass(frozen=True)
 class Operator:
-    """A public function's name and its implementations, the preferred first."""
+    """A public function's name and its implementations, the preferred first.
+
+    `axes`: how a call is shared out on a mesh; without it the compiler decides.
+    """
 
     name: str
     implementations: tuple[Implementation, ...]
+    axes: Axes | None = None
 
 
 @dataclass(frozen=True)
@@ -179,6 +187,8 @@ def choose(operator: Operator, *arguments: Any, **options: Any) -> Callable[...,
     Raises `KernelUnavailableError`, with each implementation's reason, if a kind is forced that cannot run the call,
     or if nothing can.
     """
+    if operator.axes is not None and current() is not None:
+        return split(lambda *parts, **rest: choose(operator, *parts, **rest)(*parts, **rest), operator.axes)
     platform = _target.value or jax.default_backend()
     forced = next((kind for name, kind in reversed(_forced.value) if name in ("", operator.name)), None)
     shapes = _summary(arguments)

@@ -3,6 +3,7 @@
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.gated_delta import reference, tpu, xla
+from pallas_kernels.partition import Axes
 from pallas_kernels.registry import Implementation, Operator, choose
 
 OPERATOR = Operator(
@@ -11,6 +12,10 @@ OPERATOR = Operator(
         Implementation("pallas", tpu.gated_delta, platforms=("tpu",), accepts=tpu.accepts),
         Implementation("xla", xla.gated_delta),
         Implementation("reference", reference.gated_delta, automatic=False),
+    ),
+    Axes(
+        arguments=("_ _ heads", "_ _ heads", "_ _ heads", "_ _ heads", "_ _ heads", "_ _ heads"),
+        results=("_ _ heads", "_ _ heads"),
     ),
 )
 

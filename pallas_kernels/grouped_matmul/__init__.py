@@ -7,6 +7,7 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels import registry
 from pallas_kernels.grouped_matmul import ragged, reference, xla
 from pallas_kernels.grouped_matmul.experts import Activation, ExpertBiases
+from pallas_kernels.grouped_matmul.mesh import split_experts
 
 __all__ = ["OPERATOR", "Activation", "ExpertBiases", "routed_experts"]
 
@@ -43,7 +44,8 @@ def routed_experts(
 
     Args:
       x: tokens, any float dtype.
-      expert_ids: the k experts of each token, 0 <= id < E, distinct within a token.
+      expert_ids: the k experts of each token, distinct within a token. An id outside 0 to E - 1 adds nothing: that
+        expert is another device's.
       weights: their factors, float32.
       gate, up, down: projections stored [out, in], stacked over experts or as tuples of one array per expert. On a CPU
         give tuples: then an expert that no valid token chose is not read, and none is copied. `gate` is None for
@@ -56,5 +58,8 @@ def routed_experts(
       The mixture in x's dtype, accumulated in float32.
     """
     arguments = (x, expert_ids, weights, gate, up, down, valid)
-    options = {"activation": activation, "biases": biases}
+    return split_experts(_one_device, *arguments, activation=activation, biases=biases)
+
+
+def _one_device(*arguments: Any, **options: Any) -> Float[Array, "N D"]:
     return registry.choose(OPERATOR, *arguments, **options)(*arguments, **options)

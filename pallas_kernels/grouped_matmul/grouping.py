@@ -19,8 +19,12 @@ class Grouping(NamedTuple):
 
 
 def group_by_expert(expert_ids: Int[Array, "N k"], valid: Bool[Array, "N"], num_experts: int) -> Grouping:
-    """Sort the assignments; stable, so a token's place within its expert follows its index."""
-    experts = jnp.where(valid[:, None], expert_ids, num_experts).ravel()
+    """Sort the assignments; stable, so a token's place within its expert follows its index.
+
+    Assignments to experts that are not here (ids below 0 or from num_experts on) go last, as those of invalid tokens.
+    """
+    here = valid[:, None] & (expert_ids >= 0) & (expert_ids < num_experts)
+    experts = jnp.where(here, expert_ids, num_experts).ravel()
     order = jnp.argsort(experts, stable=True)
     places = jnp.zeros_like(order).at[order].set(jnp.arange(order.size), unique_indices=True)
     sizes = (experts[:, None] == jnp.arange(num_experts)).sum(axis=0, dtype=jnp.int32)
@@ -31,5 +35,6 @@ def combine(
     products: Float[Array, "A D"], grouping: Grouping, weights: Float[Array, "N k"], valid: Bool[Array, "N"]
 ) -> Float[Array, "N D"]:
     """Each valid token's weighted sum of its experts' products, in float32; 0 for the others."""
-    chosen = jnp.where(valid[:, None, None], products[grouping.places], 0).astype(jnp.float32)
-    return jnp.einsum("nkd,nk->nd", chosen, jnp.where(valid[:, None], weights, 0))
+    here = valid[:, None] & (grouping.places < grouping.sizes.sum())
+    chosen = jnp.where(here[..., None], products[grouping.places], 0).astype(jnp.float32)
+    return jnp.einsum("nkd,nk->nd", chosen, jnp.where(here, weights, 0))

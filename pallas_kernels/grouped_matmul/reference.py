@@ -35,5 +35,6 @@ def routed_experts(
         return factors @ product(downs, down_bias, experts, hidden)
 
     rows = jnp.where(valid[:, None], x.astype(jnp.float32), 0)
-    out = lax.map(token, (rows, expert_ids, jnp.where(valid[:, None], weights, 0)))
+    here = valid[:, None] & (expert_ids >= 0) & (expert_ids < len(up))
+    out = lax.map(token, (rows, jnp.where(here, expert_ids, 0), jnp.where(here, weights, 0)))
     return out.astype(x.dtype)

@@ -4,12 +4,17 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import registry
 from pallas_kernels.latent_attention import reference, xla
+from pallas_kernels.partition import Axes
 
 OPERATOR = registry.Operator(
     "latent_attention",
     (
         registry.Implementation("xla", xla.latent_attention),
         registry.Implementation("reference", reference.latent_attention, automatic=False),
+    ),
+    Axes(
+        arguments=("_ _ heads", "_ _ heads", "", "", "heads", "heads"),
+        results=("_ _ heads", ""),
     ),
 )
 

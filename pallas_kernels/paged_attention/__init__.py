@@ -4,12 +4,18 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import registry
 from pallas_kernels.paged_attention import reference, xla
+from pallas_kernels.partition import Axes
 
 OPERATOR = registry.Operator(
     "paged_attention",
     (
         registry.Implementation("xla", xla.paged_attention),
         registry.Implementation("reference", reference.paged_attention, automatic=False),
+    ),
+    Axes(
+        arguments=("_ _ heads", "_ _ heads", "_ _ heads", "_ _ _ heads", "_ _ _ heads"),
+        results=("_ _ heads", "_ _ _ heads", "_ _ _ heads"),
+        options={"sinks": "heads"},
     ),
 )
 

@@ -2,6 +2,7 @@
 
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.partition import Axes
 from pallas_kernels.registry import Implementation, Operator, choose
 from pallas_kernels.selective_scan import reference, xla
 
@@ -10,6 +11,10 @@ OPERATOR = Operator(
     (
         Implementation("xla", xla.selective_scan),
         Implementation("reference", reference.selective_scan, automatic=False),
+    ),
+    Axes(
+        arguments=("_ _ heads", "_ _ heads", "heads", "", "", "heads", "_ _ heads"),
+        results=("_ _ heads", "_ _ heads"),
     ),
 )
 

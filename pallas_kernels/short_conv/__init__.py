@@ -1,7 +1,10 @@
 """Causal depthwise convolution over a few tokens, with its state in slots."""
 
+from typing import Any
+
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.partition import Axes, split
 from pallas_kernels.registry import Implementation, Operator, choose
 from pallas_kernels.short_conv import reference, xla
 
@@ -15,15 +18,15 @@ OPERATOR = Operator(
 
 
 def short_conv(
-    x: Float[Array, "B T C"],
-    weight: Float[Array, "C K"],
-    state: Float[Array, "L N K-1 C"],
+    x: Float[Array, "B T *C"],
+    weight: Float[Array, "*C K"],
+    state: Float[Array, "L N K-1 *C"],
     layer: int | Int[Array, ""],
     read_slots: Int[Array, " B"],
     write_slots: Int[Array, " B"],
     lengths: Int[Array, " B"],
-    bias: Float[Array, " C"] | None = None,
-) -> tuple[Float[Array, "B T C"], Float[Array, "L N K-1 C"]]:
+    bias: Float[Array, "*C"] | None = None,
+) -> tuple[Float[Array, "B T *C"], Float[Array, "L N K-1 *C"]]:
     """Convolve each channel over time, then apply SiLU.
 
     y_t = silu(bias + sum_j weight[:, j] x_{t-K+1+j}): tap K-1 multiplies the current token, and inputs from before
@@ -32,7 +35,7 @@ def short_conv(
 
     Args:
         x: inputs of T new tokens. Tokens at and beyond a row's length are padding and may hold anything, NaN included.
-        weight: one filter of K taps a channel.
+        weight: one filter of K taps a channel. Channels may have several dimensions, of which the last goes by heads.
         state: the last K-1 inputs, oldest first, of N slots in L layers.
         layer: which of the L layers to use.
         read_slots: where each row's state is read; rows may share one.
@@ -43,5 +46,17 @@ def short_conv(
     Returns:
         The activations in x's dtype (computed in float32; unspecified on padding), and the updated state.
     """
-    arguments = (x, weight, state, layer, read_slots, write_slots, lengths, bias)
-    return choose(OPERATOR, *arguments)(*arguments)
+    heads = "_ " * (x.ndim - 3) + "heads"
+    axes = Axes((f"_ _ {heads}", heads, f"_ _ _ {heads}", "", "", "", "", heads), (f"_ _ {heads}", f"_ _ _ {heads}"))
+    return split(_flattened, axes)(x, weight, state, layer, read_slots, write_slots, lengths, bias)
+
+
+def _flattened(x: Array, weight: Array, state: Array, *rest: Any) -> tuple[Array, Array]:
+    """All channels in one dimension: the same memory."""
+    *slots, bias = rest
+    flat = (
+        x.reshape(*x.shape[:2], -1), weight.reshape(-1, weight.shape[-1]), state.reshape(*state.shape[:3], -1),
+        *slots, None if bias is None else bias.reshape(-1),
+    )  # fmt: skip
+    out, new_state = choose(OPERATOR, *flat)(*flat)
+    return out.reshape(x.shape), new_state.reshape(state.shape)

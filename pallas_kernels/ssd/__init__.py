@@ -2,6 +2,7 @@
 
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.partition import Axes
 from pallas_kernels.registry import Implementation, Operator, choose
 from pallas_kernels.ssd import reference, xla
 
@@ -10,6 +11,10 @@ OPERATOR = Operator(
     (
         Implementation("xla", xla.ssd),
         Implementation("reference", reference.ssd, automatic=False),
+    ),
+    Axes(
+        arguments=("_ _ heads", "_ _ heads", "heads", "_ _ heads", "_ _ heads", "heads", "_ _ heads"),
+        results=("_ _ heads", "_ _ heads"),
     ),
 )
 

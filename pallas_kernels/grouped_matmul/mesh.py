@@ -1,0 +1,61 @@
+"""Experts on a mesh: each device runs its own experts, and its part of their inner width, for its rows of tokens."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jaxtyping import Array, Float
+
+from pallas_kernels.grouped_matmul.experts import ExpertBiases
+from pallas_kernels.partition import Partition, current, partitioned
+
+
+def split_experts(run: Callable[..., Float[Array, "N D"]], *arguments: Any, **options: Any) -> Float[Array, "N D"]:
+    """`run` on every device of the partition, with arguments and options of `routed_experts`; one sum joins the parts.
+
+    `rows` splits the tokens (where they divide), `experts` stacked matrices, `mlp` the inner width. To a device, an
+    assignment to another's expert has an id out of range.
+    """
+    partition = current()
+    if partition is None:
+        return run(*arguments, **options)
+    x, up, biases = arguments[0], arguments[4], options["biases"]
+    stacked = not isinstance(up, tuple)
+    sizes = {"rows": x.shape[0], "mlp": up[0].shape[-2], "experts": len(up) if stacked else 1}
+    partition = partition.without({name for name, size in sizes.items() if size % partition.size(name)})
+    summed = tuple(axis for name, axis in partition.axes if name in ("experts", "mlp"))
+
+    def local(arguments: tuple[Any, ...], biases: ExpertBiases | None) -> Float[Array, "n D"]:
+        x, expert_ids, weights, gate, up, down, valid = arguments
+        expert_ids = expert_ids - _place(partition, "experts") * len(up)
+        if biases is not None:  # all parts of the inner width are summed: one of them brings the last bias
+            biases = biases._replace(down=biases.down * (_place(partition, "mlp") == 0))
+        with partitioned(None):
+            out = run(x, expert_ids, weights, gate, up, down, valid, **{**options, "biases": biases})
+        return jax.lax.psum(out, summed) if summed else out
+
+    return jax.shard_map(
+        local,
+        mesh=partition.mesh,
+        in_specs=(_argument_specs(partition, stacked), _bias_specs(partition, stacked)),
+        out_specs=partition.spec(("rows",)),
+        check_vma=False,
+    )(arguments, biases)
+
+
+def _place(partition: Partition, name: str) -> Any:
+    axis = dict(partition.axes).get(name)
+    return 0 if axis is None else jax.lax.axis_index(axis)
+
+
+def _argument_specs(partition: Partition, stacked: bool) -> tuple[Any, ...]:
+    experts = ("experts",) if stacked else ()
+    rows = partition.spec(("rows",))
+    up, down = partition.spec((*experts, "mlp", None)), partition.spec((*experts, None, "mlp"))
+    return rows, rows, rows, up, up, down, rows
+
+
+def _bias_specs(partition: Partition, stacked: bool) -> Any:
+    experts = "experts" if stacked else None
+    specs: Any = partition.spec((experts, "mlp")), partition.spec((experts, "mlp")), partition.spec((experts, None))
+    return ExpertBiases(*specs)

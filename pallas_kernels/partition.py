@@ -1,0 +1,123 @@
+"""Operators on a mesh: each device runs an operator's ordinary implementation on its own heads.
+
+Inside `partitioned`, `split` runs a function under `shard_map`, by the logical names of its arguments' dimensions. So
+kernels that no compiler can take apart run on a mesh, state is neither gathered nor moved, and what an implementation
+sees (and may refuse) is what one device holds.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A mesh whose axes the compiler may use as it likes, and the mesh axis of each logical name that is split."""
+
+    mesh: Mesh
+    axes: tuple[tuple[str, str], ...]
+
+    def size(self, name: str) -> int:
+        """Shards along a logical axis."""
+        axis = dict(self.axes).get(name)
+        return 1 if axis is None else self.mesh.shape[axis]
+
+    def spec(self, names: tuple[str | None, ...]) -> PartitionSpec:
+        """The mesh axis of each dimension, from its logical name."""
+        axes = dict(self.axes)
+        return PartitionSpec(*(axes.get(name) if name else None for name in names))
+
+    def sharding(self, names: tuple[str | None, ...]) -> NamedSharding:
+        return NamedSharding(self.mesh, self.spec(names))
+
+    def without(self, names: set[str]) -> "Partition":
+        """The same, with these logical axes not split."""
+        return Partition(self.mesh, tuple((name, axis) for name, axis in self.axes if name not in names))
+
+
+_partition: Any = jax.make_user_context(default_value=None)
+
+
+@contextlib.contextmanager
+def partitioned(partition: Partition | None) -> Iterator[None]:
+    """Programs traced in this block run on the partition's mesh; None is one device. Part of JAX's cache key."""
+    with _partition(partition):
+        yield
+
+
+def current() -> Partition | None:
+    """The partition of the innermost `partitioned` block."""
+    return _partition.value
+
+
+@dataclass(frozen=True)
+class Axes:
+    """Logical names of the dimensions of an operator's arguments and results, such as `"_ _ heads _"`.
+
+    `_` is a dimension that is never split; dimensions after the last one named are not either. `arguments` by
+    position, `options` by name; those that have no entry are not split.
+    """
+
+    arguments: tuple[str, ...]
+    results: tuple[str, ...]
+    options: Mapping[str, str] | None = None
+
+
+def names_of(text: str) -> tuple[str | None, ...]:
+    """`"_ heads"` as (None, "heads")."""
+    return tuple(None if name == "_" else name for name in text.split())
+
+
+def split(function: Callable[..., Any], axes: Axes) -> Callable[..., Any]:
+    """`function` on each device's part of its array arguments; without a partition, `function` itself.
+
+    A logical axis is split only if all dimensions of that name divide by the mesh axis; otherwise every device does
+    all of it.
+    """
+    partition = current()
+    if partition is None:
+        return function
+
+    def run(*arguments: Any, **options: Any) -> Any:
+        given: dict[Any, Any] = {**dict(enumerate(arguments)), **options}
+        names: dict[Any, str] = {**dict(enumerate(axes.arguments)), **(axes.options or {})}
+        arrays = {key: value for key, value in given.items() if _is_array(value)}
+        named = {key: names_of(names.get(key, "")) for key in arrays}
+        fitting = partition.without(_undivided(partition, arrays, named))
+
+        def local(parts: dict[Any, Any]) -> Any:
+            own = {**given, **parts}
+            with partitioned(None):
+                return function(
+                    *(own[place] for place in range(len(arguments))), **{name: own[name] for name in options}
+                )
+
+        results = tuple(fitting.spec(names_of(text)) for text in axes.results)
+        return jax.shard_map(
+            local,
+            mesh=partition.mesh,
+            in_specs=({key: fitting.spec(named[key]) for key in arrays},),
+            out_specs=results if len(results) > 1 else results[0],
+            check_vma=False,
+        )(arrays)
+
+    return run
+
+
+def _is_array(value: Any) -> bool:
+    return hasattr(value, "shape") and hasattr(value, "dtype")
+
+
+def _undivided(
+    partition: Partition, arrays: Mapping[Any, Any], named: Mapping[Any, tuple[str | None, ...]]
+) -> set[str]:
+    return {
+        name
+        for key, value in arrays.items()
+        for size, name in zip(value.shape, named[key], strict=False)
+        if name and size % partition.size(name)
+    }
