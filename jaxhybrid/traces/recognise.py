@@ -70,6 +70,8 @@ def read_file(file: Path, format: str | None = None) -> Iterator[Trajectory | Tr
     if reader is not None:
         for item in reader.read(records):
             yield from _drain(errors)
+            if forced and isinstance(item, TraceError):
+                item = TraceError(f"{item} (read as {reader.FORMAT}, as asked for)")
             yield item
     yield from _drain(errors)
 

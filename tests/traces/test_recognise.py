@@ -53,7 +53,8 @@ def test_a_forced_format_reads_nothing_else(tmp_path):
     file = tmp_path / "log.jsonl"
     file.write_text(json.dumps(SAMPLES["call_log"]))
     (error,) = read_file(file, "openai_chat")
-    with pytest.raises(TraceError, match=r"log.jsonl:1: Object missing required field `messages`"):
+    problem = r"log.jsonl:1: Object missing required field `messages` \(read as openai_chat, as asked for\)"
+    with pytest.raises(TraceError, match=problem):
         raise error
     with pytest.raises(TraceError, match=r"unknown trace format 'lmcache': expected one of atif, call_log, "):
         list(read_file(file, "lmcache"))
