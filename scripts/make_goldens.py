@@ -59,6 +59,8 @@ def random_tensor(golden: Golden, name: str, shape: tuple[int, ...], generator):
         return normal(-1.0, 0.7)
     if leaf == "e_score_correction_bias":
         return normal(0.0, 0.15)
+    if leaf == "bias":
+        return normal(0.0, 0.25)
     if len(shape) == 1:
         initial = 0.0 if golden.zero_centred(name) else 1.0
         if golden.config.get("tie_word_embeddings") and name.endswith(("model.norm.weight", "shared_head.norm.weight")):
@@ -110,7 +112,7 @@ def load_forward(folder: Path, golden: Golden, double: bool) -> Forward:
     tensors = golden.loaded(read_tensors(folder))
     if golden.reference is not None:
         return golden.reference.forward(config, {name: tensor.to(dtype) for name, tensor in tensors.items()})
-    model = load_transformers(folder, config, dtype)
+    model = load_transformers(folder, config, tensors, dtype)
     if (mtp := golden.mtp) is None:
         return lambda input_ids: (model(input_ids, use_cache=False).logits, None)
     wide = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
@@ -122,9 +124,15 @@ def load_forward(folder: Path, golden: Golden, double: bool) -> Forward:
     return forward
 
 
-def load_transformers(folder: Path, config: Config, dtype: Any) -> Any:
+def load_transformers(folder: Path, config: Config, tensors: Tensors, dtype: Any) -> Any:
+    """The model in `folder`; of quantised tensors, which want packages or devices of their own, their plain values."""
     import transformers
 
+    if "quantization_config" in config:
+        plain = {key: value for key, value in config.items() if key != "quantization_config"}
+        with tempfile.TemporaryDirectory() as temporary:
+            write_checkpoint(Path(temporary) / folder.name, plain, tensors, shards=1)
+            return load_transformers(Path(temporary) / folder.name, plain, tensors, dtype)
     model_class = getattr(transformers, config["architectures"][0])
     model, loading = model_class.from_pretrained(
         folder, dtype=dtype, attn_implementation="eager", experts_implementation="eager", output_loading_info=True

@@ -5,10 +5,38 @@ from types import ModuleType
 from typing import Any
 
 from jaxhybrid.errors import ConfigError
-from jaxhybrid.models import kimi_linear, qwen3, qwen3_next
+from jaxhybrid.models import (
+    deepseek_v2,
+    deepseek_v3,
+    gemma3,
+    gpt_oss,
+    jamba,
+    kimi_linear,
+    llama,
+    mistral,
+    nemotron_h,
+    qwen3,
+    qwen3_moe,
+    qwen3_next,
+)
 
 FAMILIES: Mapping[str, ModuleType] = {
-    model_type: family for family in (kimi_linear, qwen3_next, qwen3) for model_type in family.MODEL_TYPES
+    model_type: family
+    for family in (
+        kimi_linear,
+        qwen3_next,
+        qwen3,
+        nemotron_h,
+        jamba,
+        deepseek_v2,
+        deepseek_v3,
+        gemma3,
+        gpt_oss,
+        llama,
+        mistral,
+        qwen3_moe,
+    )
+    for model_type in family.MODEL_TYPES
 }
 
 

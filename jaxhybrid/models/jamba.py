@@ -1,0 +1,112 @@
+"""Jamba (`jamba`): Mamba-1, attention without positions, and a mixture of experts in some layers. arXiv 2403.19887."""
+
+import math
+from collections.abc import Callable
+
+from jaxhybrid.config import AttentionSpec, DenseSpec, FfnSpec, LayerSpec, Mamba1Spec, MixerSpec, ModelConfig, MoeSpec
+from jaxhybrid.models.config_reader import ConfigReader, end_tokens
+from jaxhybrid.models.weight_table import LayerPlace, WeightTable, trunk_weights
+
+MODEL_TYPES = ("jamba",)
+
+
+def translate(read: ConfigReader) -> ModelConfig:
+    """A published config.json as a ModelConfig. Raises ConfigError naming the key that is missing or unsupported."""
+    hidden, layer_count = read.take("hidden_size"), read.take("num_hidden_layers")
+    read.require("hidden_act", "silu")
+    read.require("sliding_window", None)
+    attention, mamba = _attention_spec(read, hidden), _mamba_spec(read, hidden)
+    dense, moe = _feed_forward_specs(read)
+    has_attention = _schedule(read, "attn_layer")
+    has_experts = _schedule(read, "expert_layer")
+
+    def layer(number: int) -> LayerSpec:
+        mixer: MixerSpec = attention if has_attention(number) else mamba
+        ffn: FfnSpec = moe if moe is not None and has_experts(number) else dense
+        return LayerSpec(mixer, ffn)
+
+    return ModelConfig(
+        model_type="jamba",
+        vocab_size=read.take("vocab_size"),
+        hidden_size=hidden,
+        layers=tuple(layer(number) for number in range(layer_count)),
+        rms_norm_eps=read.take("rms_norm_eps"),
+        zero_centred_norms=False,
+        tie_word_embeddings=read.take("tie_word_embeddings", default=False),
+        max_position_embeddings=read.take("max_position_embeddings"),
+        bos_token_id=read.take("bos_token_id", default=None),
+        eos_token_ids=end_tokens(read.take("eos_token_id", default=None)),
+    )
+
+
+def _schedule(read: ConfigReader, name: str) -> Callable[[int], bool]:
+    """Which layers, from 0, have what `{name}_period` and `{name}_offset` describe: one in every period."""
+    period, offset = read.take(f"{name}_period"), read.take(f"{name}_offset")
+    if not 0 <= offset < period:
+        raise read.error(f"{name}_offset={offset} must lie between 0 and {name}_period={period}")
+    return lambda number: number % period == offset
+
+
+def _attention_spec(read: ConfigReader, hidden: int) -> AttentionSpec:
+    heads = read.take("num_attention_heads")
+    return AttentionSpec(heads, read.take("num_key_value_heads"), head_dim=hidden // heads, rope=None)
+
+
+def _mamba_spec(read: ConfigReader, hidden: int) -> Mamba1Spec:
+    rank = read.take("mamba_dt_rank", default="auto")
+    return Mamba1Spec(
+        intermediate_size=read.take("mamba_expand") * hidden,
+        state_size=read.take("mamba_d_state"),
+        conv_kernel_size=read.take("mamba_d_conv"),
+        dt_rank=math.ceil(hidden / 16) if rank == "auto" else rank,
+        conv_bias=read.take("mamba_conv_bias", default=True),
+        proj_bias=read.take("mamba_proj_bias", default=False),
+    )
+
+
+def _feed_forward_specs(read: ConfigReader) -> tuple[DenseSpec, MoeSpec | None]:
+    """Experts are as wide as a dense feed-forward; a single expert is one."""
+    width, experts, chosen = (read.take(name) for name in ("intermediate_size", "num_experts", "num_experts_per_tok"))
+    moe = MoeSpec(
+        num_experts=experts,
+        num_experts_per_tok=chosen,
+        moe_intermediate_size=width,
+        shared_intermediate_size=0,
+        shared_expert_gate=False,
+        scoring="softmax",
+        norm_topk_prob=False,
+    )
+    return DenseSpec(width), moe if experts > 1 else None
+
+
+def weights(table: WeightTable, config: ModelConfig) -> None:
+    """Published tensor names of the release, and where each goes."""
+    trunk_weights(table, config, norm="model.final_layernorm")
+    for number, place in enumerate(table.layers):
+        prefix = f"model.layers.{number}"
+        place.norms(prefix, ffn="pre_ff_layernorm")
+        if isinstance(place.spec.mixer, Mamba1Spec):
+            _mamba(place, f"{prefix}.mamba", place.spec.mixer)
+        else:
+            for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+                place.add(f"{prefix}.self_attn.{name}.weight", "mixer", name, "weight")
+        if place.is_dense:
+            place.dense(f"{prefix}.feed_forward", "ffn")
+        else:
+            place.add(f"{prefix}.feed_forward.router.weight", "ffn", "router", "weight")
+            experts = f"{prefix}.feed_forward.experts.{{expert}}.{{part}}.weight"
+            place.experts(experts, gate="gate_proj", up="up_proj", down="down_proj")
+
+
+def _mamba(place: LayerPlace, prefix: str, spec: Mamba1Spec) -> None:
+    for name in ("in_proj", "x_proj", "dt_proj", "out_proj", "dt_layernorm", "b_layernorm", "c_layernorm"):
+        place.add(f"{prefix}.{name}.weight", "mixer", name, "weight")
+    if spec.proj_bias:
+        for name in ("in_proj", "out_proj"):
+            place.add(f"{prefix}.{name}.bias", "mixer", name, "bias")
+    place.add(f"{prefix}.dt_proj.bias", "mixer", "dt_bias")
+    place.add(f"{prefix}.conv1d.weight", "mixer", "conv", shape=(spec.intermediate_size, 1, spec.conv_kernel_size))
+    if spec.conv_bias:
+        place.add(f"{prefix}.conv1d.bias", "mixer", "conv_bias")
+    for name in ("A_log", "D"):
+        place.add(f"{prefix}.{name}", "mixer", name)
