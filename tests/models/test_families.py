@@ -30,6 +30,8 @@ PUBLISHED = {
     "kimi_linear": "kimi-linear-48b-a3b",
     "qwen3_next": "qwen3-next-80b-a3b",
     "qwen3": "qwen3-8b",
+    "nemotron_h": "nemotron-3-super-120b-a12b",
+    "jamba": "jamba-1.5-mini",
 }
 WHERE = "here/config.json"
 
@@ -113,6 +115,25 @@ def test_unknown_keys_are_named(model_type: str) -> None:
 
 # Keys a published file may leave out; keys that say nothing of the forward pass aside.
 OPTIONAL = {
+    "nemotron_h": {
+        *("mlp_bias", "attention_bias", "use_bias", "use_conv_bias", "mamba_proj_bias", "residual_in_fp32"),
+        *("mlp_hidden_act", "mamba_hidden_act", "sliding_window", "rope_theta", "partial_rotary_factor", "chunk_size"),
+        *("expand", "mamba_ssm_cache_dtype", "time_step_min", "time_step_max", "time_step_floor", "num_hidden_layers"),
+        *(
+            "n_shared_experts",
+            "moe_shared_expert_overlap",
+            "moe_latent_size",
+            "norm_topk_prob",
+            "n_group",
+            "topk_group",
+        ),
+        *("routed_scaling_factor", "num_nextn_predict_layers", "mtp_hybrid_override_pattern", "tie_word_embeddings"),
+        *("layer_norm_epsilon", "norm_eps", "bos_token_id", "eos_token_id"),
+    },
+    "jamba": {
+        *("hidden_act", "sliding_window", "mamba_dt_rank", "mamba_conv_bias", "mamba_proj_bias", "tie_word_embeddings"),
+        *("bos_token_id", "eos_token_id"),
+    },
     "kimi_linear": {
         *("head_dim", "num_key_value_heads", "q_lora_rank", "mla_use_nope", "first_k_dense_replace", "moe_layer_freq"),
         *("num_shared_experts", "moe_router_activation_func", "moe_renormalize", "routed_scaling_factor"),
