@@ -76,7 +76,8 @@ class AttentionSpec:
     """Grouped-query attention with a key and a value per token.
 
     `sliding_window`: tokens a query sees, itself included. `sinks`: a learned logit per head joins the softmax.
-    `scale`: on the scores, head_dim ** -0.5 if None.
+    `scale`: on the scores, head_dim ** -0.5 if None. `kv_copies`: how often every key/value head is kept; more than
+    once where fewer of them than shards of a mesh would leave a shard without its own.
     """
 
     num_attention_heads: int
@@ -91,6 +92,7 @@ class AttentionSpec:
     sinks: bool = False
     logit_softcap: float | None = None
     scale: float | None = None
+    kv_copies: int = 1
 
     kind: Literal["attention"] = "attention"
 

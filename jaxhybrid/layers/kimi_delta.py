@@ -46,9 +46,7 @@ class KimiDelta(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], dict[str, Array]]:
         spec, (rows, steps, _), address = self.spec, x.shape, step.address
         slots = (index, address.read_slots, address.write_slots, address.lengths)
-        mixed = self.qkv_proj(x).reshape(rows, steps, -1)
-        taps = self.qkv_conv[...].reshape(-1, spec.short_conv_kernel_size)
-        mixed, conv = short_conv(mixed, taps, state["conv"], *slots)
+        mixed, conv = short_conv(self.qkv_proj(x), self.qkv_conv[...], state["conv"], *slots)
         q, k, v = jnp.moveaxis(mixed.reshape(rows, steps, 3, spec.num_heads, spec.head_dim), 2, 0)
         beta = jax.nn.sigmoid(self.b_proj(x).astype(jnp.float32))
         out, recurrent = gated_delta(q, k, v, self.log_decay(x), beta, state["recurrent"], *slots)

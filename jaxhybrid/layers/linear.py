@@ -7,6 +7,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxhybrid.layers.parameter import parameter
+from pallas_kernels.partition import Axes, split
 
 # Rows up to which XLA:CPU multiplies W X^T faster than X W^T: half the time at 2 to 16 rows, level at 512.
 MAX_COLUMNS = 256
@@ -38,12 +39,24 @@ class Linear(nnx.Module):
 
 
 class StackedLinear(nnx.Module):
-    """Several projections of one input as one product: y[n] = W[n] x."""
+    """Several projections of one input as one product: y[n] = W[n] x, or W[n] x + b[n] with a `bias`."""
 
-    def __init__(self, count: int, features: int, out: int, out_axis: str | None, dtype: DTypeLike) -> None:
+    def __init__(
+        self, count: int, features: int, out: int, out_axis: str, dtype: DTypeLike, bias: bool = False
+    ) -> None:
         self.weight = parameter((count, out, features), (None, out_axis, None), dtype)
+        self.bias = parameter((count, out), (None, out_axis), dtype) if bias else None
+        self.out_axis = out_axis
 
     def __call__(self, x: Float[Array, "*batch features"]) -> Float[Array, "*batch count out"]:
-        count, out, features = self.weight.shape
-        # As one matrix: a product over the stack makes XLA:CPU transpose all of it at every call.
-        return project(x, self.weight[...].reshape(-1, features)).reshape(*x.shape[:-1], count, out)
+        result = "rows " + "_ " * (x.ndim - 1) + self.out_axis
+        out = split(_project_stack, Axes(("rows", f"_ {self.out_axis}"), (result,)))(x, self.weight[...])
+        return out if self.bias is None else out + self.bias[...]
+
+
+def _project_stack(
+    x: Float[Array, "*batch features"], weight: Float[Array, "count out features"]
+) -> Float[Array, "*batch count out"]:
+    count, out, features = weight.shape
+    # As one matrix: a product over the stack makes XLA:CPU transpose all of it at every call.
+    return project(x, weight.reshape(-1, features)).reshape(*x.shape[:-1], count, out)

@@ -110,7 +110,7 @@ def layout_of(
 def _leaves(mixer: MixerSpec, group: str, layers: int, dtypes: StateDtypes) -> list[LeafSpec]:
     match mixer:
         case AttentionSpec():
-            shape, axes = (mixer.num_key_value_heads, mixer.head_dim), ("kv_heads", None)
+            shape, axes = (mixer.num_key_value_heads * mixer.kv_copies, mixer.head_dim), ("kv_heads", None)
             return [LeafSpec(group, name, layers, shape, dtypes.cache, "paged", axes) for name in ("k", "v")]
         case LatentAttentionSpec():
             widths = {"latent": mixer.kv_lora_rank + mixer.qk_rope_head_dim}
@@ -122,7 +122,7 @@ def _leaves(mixer: MixerSpec, group: str, layers: int, dtypes: StateDtypes) -> l
             ]
         case KimiDeltaSpec():
             heads, dim, taps = mixer.num_heads, mixer.head_dim, mixer.short_conv_kernel_size
-            return _recurrent_leaves(group, layers, (heads, dim, dim), (taps - 1, 3 * heads * dim), dtypes)
+            return _recurrent_leaves(group, layers, (heads, dim, dim), (taps - 1, 3, heads * dim), dtypes)
         case GatedDeltaNetSpec():
             state = (mixer.num_value_heads, mixer.key_head_dim, mixer.value_head_dim)
             return _recurrent_leaves(group, layers, state, (mixer.conv_kernel_size - 1, mixer.conv_dim), dtypes)
@@ -140,5 +140,5 @@ def _recurrent_leaves(
 ) -> list[LeafSpec]:
     return [
         LeafSpec(group, "recurrent", layers, state, dtypes.state, "fixed", ("heads", *(None,) * (len(state) - 1))),
-        LeafSpec(group, "conv", layers, conv, dtypes.cache, "fixed", (None, "heads")),
+        LeafSpec(group, "conv", layers, conv, dtypes.cache, "fixed", (*(None,) * (len(conv) - 1), "heads")),
     ]
