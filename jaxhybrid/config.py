@@ -201,6 +201,16 @@ class Mamba1Spec:
 
 
 @dataclass(frozen=True)
+class AttentionMamba2Spec:
+    """Attention and Mamba-2 side by side on one input, their outputs added (Falcon-H1, arXiv 2507.22448)."""
+
+    attention: AttentionSpec
+    mamba: Mamba2Spec
+
+    kind: Literal["attention_mamba2"] = "attention_mamba2"
+
+
+@dataclass(frozen=True)
 class ActivationSpec:
     """What lies between a feed-forward's projections; see `layers/activation.py`.
 
@@ -254,7 +264,15 @@ class MoeSpec:
     kind: Literal["moe"] = "moe"
 
 
-MixerSpec = AttentionSpec | LatentAttentionSpec | KimiDeltaSpec | GatedDeltaNetSpec | Mamba2Spec | Mamba1Spec
+MixerSpec = (
+    AttentionSpec
+    | LatentAttentionSpec
+    | KimiDeltaSpec
+    | GatedDeltaNetSpec
+    | Mamba2Spec
+    | Mamba1Spec
+    | AttentionMamba2Spec
+)
 FfnSpec = DenseSpec | MoeSpec
 
 
@@ -276,7 +294,9 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class PlainResidual:
-    """x + f(x)."""
+    """x + scale f(x)."""
+
+    scale: float = 1.0
 
     kind: Literal["plain"] = "plain"
 
@@ -288,7 +308,7 @@ ResidualSpec = PlainResidual
 class ModelConfig:
     """A whole text model. `zero_centred_norms`: layer, query, key and final norms scale by (1 + w).
 
-    `embedding_scale` multiplies token embeddings, rounded to their dtype first.
+    `embedding_scale` multiplies token embeddings, rounded to their dtype first; `logit_scale` multiplies logits.
     """
 
     model_type: str
@@ -303,6 +323,7 @@ class ModelConfig:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     embedding_scale: float = 1.0
+    logit_scale: float = 1.0
     residual: ResidualSpec = PlainResidual()
 
     def __post_init__(self) -> None:

@@ -22,6 +22,7 @@ from jaxhybrid.layers.step import Step
 from jaxhybrid.state.arrays import PoolArrays
 from jaxhybrid.state.batch import BatchAddress
 from jaxhybrid.state.layout import StateLayout, layout_of
+from pallas_kernels.partition import Partition, constrain, partitioned
 
 Stream = Any  # what flows between layers; see layers/residual.py
 HANDED_ON = "handed_on"  # beside the pool's groups, within one call: what mixers leave for those after them
@@ -135,11 +136,17 @@ class MultiTokenPrediction(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """Parameters of a whole text model. Every method is a pure function of its arguments and the parameters."""
+    """Parameters of a whole text model. Every method is a pure function of its arguments and the parameters.
 
-    def __init__(self, config: ModelConfig, execution: Execution, dtype: DTypeLike) -> None:
+    With a `partition` they run on its mesh.
+    """
+
+    def __init__(
+        self, config: ModelConfig, execution: Execution, dtype: DTypeLike, partition: Partition | None = None
+    ) -> None:
         context = LayerContext(config, execution, dtype)
         self.config = config
+        self.partition = partition
         self.embed_tokens = parameter((config.vocab_size, config.hidden_size), ("vocab", None), dtype)
         plans = plan_segments(config.layers, execution.scan_layers)
         self.segments = nnx.List([Segment(plan, context) for plan in plans])
@@ -173,7 +180,8 @@ class Decoder(nnx.Module):
     def logits(self, outputs: Float[Array, "*batch D"]) -> Float[Array, "*batch V"]:
         """Float32 scores of the next token."""
         weight = self.embed_tokens[...] if self.config.tie_word_embeddings else self.lm_head.weight[...]
-        return project(outputs, weight).astype(jnp.float32)
+        logits = project(outputs, weight).astype(jnp.float32)
+        return logits if self.config.logit_scale == 1.0 else logits * self.config.logit_scale
 
     def predict_further(
         self,

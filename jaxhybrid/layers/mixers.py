@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxhybrid.config import (
+    AttentionMamba2Spec,
     AttentionSpec,
     DenseSpec,
     FfnSpec,
@@ -21,6 +22,7 @@ from jaxhybrid.config import (
     MoeSpec,
 )
 from jaxhybrid.layers.attention import Attention
+from jaxhybrid.layers.attention_mamba2 import AttentionMamba2
 from jaxhybrid.layers.context import LayerContext
 from jaxhybrid.layers.feed_forward import Dense
 from jaxhybrid.layers.gated_delta_net import GatedDeltaNet
@@ -37,6 +39,7 @@ MODULES: Mapping[type, type] = {
     GatedDeltaNetSpec: GatedDeltaNet,
     Mamba2Spec: Mamba2,
     Mamba1Spec: Mamba1,
+    AttentionMamba2Spec: AttentionMamba2,
     DenseSpec: Dense,
     MoeSpec: MixtureOfExperts,
 }

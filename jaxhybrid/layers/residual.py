@@ -15,13 +15,16 @@ from jaxhybrid.layers.context import LayerContext
 
 
 class PlainResidual(nnx.Module):
-    """x + f(x)."""
+    """x + scale f(x)."""
+
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
 
     def enter(self, stream: Float[Array, "B T D"]) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"]]:
         return stream, stream
 
     def leave(self, held: Float[Array, "B T D"], output: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        return held + output
+        return held + (output if self.scale == 1.0 else output * self.scale)
 
 
 class PlainEnds(nnx.Module):
@@ -36,7 +39,7 @@ class PlainEnds(nnx.Module):
 
 def residual(spec: LayerSpec, context: LayerContext) -> Any:
     """The residual module around one part of a layer."""
-    return PlainResidual()
+    return PlainResidual(context.config.residual.scale)
 
 
 def ends(context: LayerContext) -> Any:

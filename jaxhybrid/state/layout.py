@@ -8,6 +8,7 @@ from typing import Literal
 import numpy as np
 
 from jaxhybrid.config import (
+    AttentionMamba2Spec,
     AttentionSpec,
     GatedDeltaNetSpec,
     IndexerSpec,
@@ -133,6 +134,8 @@ def _leaves(mixer: MixerSpec, group: str, layers: int, dtypes: StateDtypes) -> l
             channels = mixer.intermediate_size
             conv = (mixer.conv_kernel_size - 1, channels)
             return _recurrent_leaves(group, layers, (channels, mixer.state_size), conv, dtypes)
+        case AttentionMamba2Spec():
+            return [leaf for part in (mixer.attention, mixer.mamba) for leaf in _leaves(part, group, layers, dtypes)]
 
 
 def _recurrent_leaves(
