@@ -1,4 +1,4 @@
-"""Gated DeltaNet (arXiv 2412.06464) as Qwen3-Next uses it: decay per value head, grouped value heads."""
+"""Gated DeltaNet (arXiv 2412.06464) as Qwen3-Next and Qwen3.5 use it: decay per value head, grouped value heads."""
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +22,11 @@ class GatedDeltaNet(nnx.Module):
         self.spec = spec
         hidden, dtype = context.hidden_size, context.dtype
         value_width = spec.num_value_heads * spec.value_head_dim
-        # Rows of all queries, all keys, all values, all gates; and of all b, all a.
-        self.in_proj_qkvz = Linear(hidden, spec.conv_dim + value_width, ("heads", None), dtype)
-        self.in_proj_ba = Linear(hidden, 2 * spec.num_value_heads, ("heads", None), dtype)
+        # Rows go by key head, [q | k | v of its value heads], so that a mesh can cut between heads.
+        self.in_proj_qkv = Linear(hidden, spec.conv_dim, ("heads", None), dtype)
+        self.in_proj_z = Linear(hidden, value_width, ("heads", None), dtype)
+        self.in_proj_b = Linear(hidden, spec.num_value_heads, ("heads", None), dtype)
+        self.in_proj_a = Linear(hidden, spec.num_value_heads, ("heads", None), dtype)
         self.conv = parameter((spec.conv_dim, spec.conv_kernel_size), ("heads", None), dtype)
         self.A_log = parameter((spec.num_value_heads,), ("heads",), jnp.float32)
         self.dt_bias = parameter((spec.num_value_heads,), ("heads",), jnp.float32)
@@ -40,15 +42,13 @@ class GatedDeltaNet(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], dict[str, Array]]:
         spec, (rows, steps, _), address = self.spec, x.shape, step.address
         slots = (index, address.read_slots, address.write_slots, address.lengths)
-        qkvz = self.in_proj_qkvz(x)
-        b, a = jnp.split(self.in_proj_ba(x).astype(jnp.float32), 2, axis=-1)
-        mixed, conv = short_conv(qkvz[..., : spec.conv_dim], self.conv[...], state["conv"], *slots)
-        key_width = spec.num_key_heads * spec.key_head_dim
-        q = mixed[..., :key_width].reshape(rows, steps, spec.num_key_heads, spec.key_head_dim)
-        k = mixed[..., key_width : 2 * key_width].reshape(q.shape)
-        v = mixed[..., 2 * key_width :].reshape(rows, steps, spec.num_value_heads, spec.value_head_dim)
-        beta = jax.nn.sigmoid(b)
-        out, recurrent = gated_delta(q, k, v, self.log_decay(a), beta, state["recurrent"], *slots)
-        gate = jax.nn.silu(qkvz[..., spec.conv_dim :].astype(jnp.float32)).reshape(out.shape)
+        mixed, conv = short_conv(self.in_proj_qkv(x), self.conv[...], state["conv"], *slots)
+        by_head = mixed.reshape(rows, steps, spec.num_key_heads, -1)
+        q, k, v = jnp.split(by_head, (spec.key_head_dim, 2 * spec.key_head_dim), axis=-1)
+        v = v.reshape(rows, steps, spec.num_value_heads, spec.value_head_dim)
+        beta = jax.nn.sigmoid(self.in_proj_b(x).astype(jnp.float32))
+        decay = self.log_decay(self.in_proj_a(x).astype(jnp.float32))
+        out, recurrent = gated_delta(q, k, v, decay, beta, state["recurrent"], *slots)
+        gate = jax.nn.silu(self.in_proj_z(x).astype(jnp.float32)).reshape(out.shape)
         out = (self.norm(out) * gate).astype(x.dtype)
         return self.out_proj(out.reshape(rows, steps, -1)), {"conv": conv, "recurrent": recurrent}

@@ -15,10 +15,13 @@ from jaxtyping import Array, Float, Float32, Int
 from jaxhybrid.config import DynamicScaling, LinearScaling, Llama3Scaling, RopeSpec, YarnScaling
 
 
-def rotate(x: Float[Array, "B T H d"], positions: Int[Array, "B T"], rope: RopeSpec) -> Float[Array, "B T H d"]:
+def rotate(
+    x: Float[Array, "B T H d"], positions: Int[Array, "B T"] | Int[Array, "3 B T"], rope: RopeSpec
+) -> Float[Array, "B T H d"]:
     """Turns channel pair i by position * frequency i, in float32, and multiplies it by the attention factor.
 
-    Pairs are (i, i + rotary_dim / 2), or (2 i, 2 i + 1) if `rope.interleaved`. Other channels are left alone.
+    Pairs are (i, i + rotary_dim / 2), or (2 i, 2 i + 1) if `rope.interleaved`. Other channels are left alone. With
+    `rope.sections` positions may be three, of time, height and width: each pair turns by one of them.
     """
     angles = _angles(positions, rope)[:, :, None]
     factor = attention_factor(rope)
@@ -48,6 +51,14 @@ def frequencies(rope: RopeSpec) -> Float32[np.ndarray, " half"]:
     return plain.astype(np.float32)
 
 
+def axis_of_pair(rope: RopeSpec) -> Int[np.ndarray, " half"]:
+    """Which of time (0), height (1) and width (2) each pair turns by: in turn, and time once a section is used up."""
+    assert rope.sections is not None
+    pairs = np.arange(rope.rotary_dim // 2)
+    axis = pairs % 3
+    return np.where(pairs < 3 * np.array(rope.sections)[axis], axis, 0)
+
+
 def attention_factor(rope: RopeSpec) -> float:
     """What cos and sin are multiplied by: 1 except for YaRN (arXiv 2309.00071, equation 22)."""
     scaling = rope.scaling
@@ -65,8 +76,10 @@ def yarn_mscale(factor: float, mscale: float) -> float:
     return 0.1 * mscale * math.log(factor) + 1 if factor > 1 else 1.0
 
 
-def _angles(positions: Int[Array, "B T"], rope: RopeSpec) -> Float[Array, "B T half"]:
+def _angles(positions: Int[Array, "B T"] | Int[Array, "3 B T"], rope: RopeSpec) -> Float[Array, "B T half"]:
     turns = jnp.asarray(frequencies(rope))
+    if positions.ndim == 3:
+        return jnp.moveaxis(positions[axis_of_pair(rope)], 0, -1).astype(jnp.float32) * turns
     if isinstance(rope.scaling, DynamicScaling):
         factor, trained = rope.scaling.factor, rope.scaling.original_max_position_embeddings
         growth = factor * jnp.maximum(positions + 1, trained) / trained - (factor - 1)

@@ -1,6 +1,7 @@
 """Qwen3-Next (`qwen3_next`): Gated DeltaNet and gated attention, mixture of experts with a gated shared expert."""
 
 import numpy as np
+from jaxtyping import Int
 
 from jaxhybrid.config import (
     AttentionSpec,
@@ -21,16 +22,10 @@ MODEL_TYPES = ("qwen3_next",)
 
 def translate(read: ConfigReader) -> ModelConfig:
     """A published config.json as a ModelConfig. Raises ConfigError naming the key that is missing or unsupported."""
-    layer_count = read.take("num_hidden_layers")
-    interval = read.take("full_attention_interval", default=4)
-    types = read.take("layer_types", default=None) or [
-        "linear_attention" if (number + 1) % interval else "full_attention" for number in range(layer_count)
-    ]
-    if len(types) != layer_count or not set(types) <= {"linear_attention", "full_attention"}:
-        raise read.error(f"layer_types: expected {layer_count} of linear_attention or full_attention, got {types}")
+    types = layer_types(read)
     positions = read.take("max_position_embeddings")
-    attention, delta = _attention_spec(read, positions), _delta_spec(read)
-    moe, dense = _moe_spec(read), DenseSpec(read.take("intermediate_size"))
+    attention, delta = gated_attention_spec(read, positions), delta_spec(read)
+    moe, dense = moe_spec(read), DenseSpec(read.take("intermediate_size"))
     step, dense_layers = read.take("decoder_sparse_step", default=1), read.take("mlp_only_layers", default=[])
     read.require("hidden_act", "silu")
 
@@ -44,7 +39,7 @@ def translate(read: ConfigReader) -> ModelConfig:
         model_type="qwen3_next",
         vocab_size=read.take("vocab_size"),
         hidden_size=read.take("hidden_size"),
-        layers=tuple(layer(number) for number in range(layer_count)),
+        layers=tuple(layer(number) for number in range(len(types))),
         rms_norm_eps=read.take("rms_norm_eps"),
         zero_centred_norms=True,
         tie_word_embeddings=read.take("tie_word_embeddings", default=False),
@@ -54,7 +49,20 @@ def translate(read: ConfigReader) -> ModelConfig:
     )
 
 
-def _attention_spec(read: ConfigReader, positions: int) -> AttentionSpec:
+def layer_types(read: ConfigReader) -> list[str]:
+    """`linear_attention` or `full_attention` for every layer, spelt out or by the interval."""
+    layer_count = read.take("num_hidden_layers")
+    interval = read.take("full_attention_interval", default=4)
+    types = read.take("layer_types", default=None) or [
+        "linear_attention" if (number + 1) % interval else "full_attention" for number in range(layer_count)
+    ]
+    if len(types) != layer_count or not set(types) <= {"linear_attention", "full_attention"}:
+        raise read.error(f"layer_types: expected {layer_count} of linear_attention or full_attention, got {types}")
+    return types
+
+
+def gated_attention_spec(read: ConfigReader, positions: int) -> AttentionSpec:
+    """Attention with norms on q and k, an output gate, and a quarter of each head rotated."""
     head_dim = read.take("head_dim")
     read.require("attention_bias", False)
     read.require("use_sliding_window", False)
@@ -69,7 +77,8 @@ def _attention_spec(read: ConfigReader, positions: int) -> AttentionSpec:
     )
 
 
-def _delta_spec(read: ConfigReader) -> GatedDeltaNetSpec:
+def delta_spec(read: ConfigReader) -> GatedDeltaNetSpec:
+    """Gated DeltaNet's keys."""
     return GatedDeltaNetSpec(
         num_key_heads=read.take("linear_num_key_heads"),
         num_value_heads=read.take("linear_num_value_heads"),
@@ -79,7 +88,8 @@ def _delta_spec(read: ConfigReader) -> GatedDeltaNetSpec:
     )
 
 
-def _moe_spec(read: ConfigReader) -> MoeSpec:
+def moe_spec(read: ConfigReader) -> MoeSpec:
+    """Softmax-routed experts and a gated shared one."""
     return MoeSpec(
         num_experts=read.take("num_experts"),
         num_experts_per_tok=read.take("num_experts_per_tok"),
@@ -101,12 +111,11 @@ def weights(table: WeightTable, config: ModelConfig) -> None:
         if isinstance(mixer, GatedDeltaNetSpec):
             _delta(place, f"{prefix}.linear_attn", mixer)
         else:
-            assert isinstance(mixer, AttentionSpec)
-            _gated_attention(place, f"{prefix}.self_attn", mixer)
+            gated_attention_weights(place, f"{prefix}.self_attn")
         if place.is_dense:
             place.dense(f"{prefix}.mlp", "ffn")
         else:
-            _moe(place, f"{prefix}.mlp")
+            moe_weights(place, f"{prefix}.mlp")
 
 
 def _delta(place: LayerPlace, prefix: str, spec: GatedDeltaNetSpec) -> None:
@@ -116,33 +125,49 @@ def _delta(place: LayerPlace, prefix: str, spec: GatedDeltaNetSpec) -> None:
     packed = np.arange(groups * (2 * key + 2 * value)).reshape(groups, -1)
     q, k, v, z = np.split(packed, [key, 2 * key, 2 * key + value], axis=1)
     b, a = np.split(np.arange(groups * 2 * ratio).reshape(groups, -1), 2, axis=1)
-    flat = {
-        "in_proj_qkvz": np.concatenate([part.ravel() for part in (q, k, v, z)]),
-        "in_proj_ba": np.concatenate([part.ravel() for part in (b, a)]),
-    }
-    for name, order in flat.items():
-        place.add(
-            f"{prefix}.{name}.weight", "mixer", name, "weight", convert=rows(order), shape=(order.size, place.hidden)
-        )
-    place.add(f"{prefix}.conv1d.weight", "mixer", "conv", shape=(spec.conv_dim, 1, spec.conv_kernel_size))
+    for name, size, parts in (
+        ("in_proj_qkvz", packed.size, {"in_proj_qkv": (q, k, v), "in_proj_z": (z,)}),
+        ("in_proj_ba", groups * 2 * ratio, {"in_proj_b": (b,), "in_proj_a": (a,)}),
+    ):
+        for part, chosen in parts.items():
+            order = np.concatenate(chosen, axis=1).ravel()
+            place.add(
+                f"{prefix}.{name}.weight", "mixer", part, "weight", convert=rows(order), shape=(size, place.hidden)
+            )
+    delta_weights(place, prefix, spec)
+
+
+def delta_weights(place: LayerPlace, prefix: str, spec: GatedDeltaNetSpec) -> None:
+    """Gated DeltaNet's tensors but for its projections of the input."""
+    conv_shape = (spec.conv_dim, 1, spec.conv_kernel_size)
+    place.add(f"{prefix}.conv1d.weight", "mixer", "conv", shape=conv_shape, convert=rows(by_key_head(spec)))
     place.add(f"{prefix}.A_log", "mixer", "A_log")
     place.add(f"{prefix}.dt_bias", "mixer", "dt_bias")
     place.add(f"{prefix}.norm.weight", "mixer", "norm", "weight")
     place.add(f"{prefix}.out_proj.weight", "mixer", "out_proj", "weight")
 
 
-def _gated_attention(place: LayerPlace, prefix: str, spec: AttentionSpec) -> None:
+def by_key_head(spec: GatedDeltaNetSpec) -> Int[np.ndarray, " channels"]:
+    """Channels [all q | all k | all v], as published, in the layer's order: per key head [q | k | v]."""
+    key_width = spec.num_key_heads * spec.key_head_dim
+    parts = np.split(np.arange(spec.conv_dim), [key_width, 2 * key_width])
+    return np.concatenate([part.reshape(spec.num_key_heads, -1) for part in parts], axis=1).ravel()
+
+
+def gated_attention_weights(place: LayerPlace, prefix: str) -> None:
     """q_proj holds, head by head, the query rows and then the output gate's."""
-    packed = np.arange(spec.num_attention_heads * 2 * spec.head_dim).reshape(spec.num_attention_heads, 2, -1)
-    order = packed.swapaxes(0, 1).ravel()
-    name = f"{prefix}.q_proj.weight"
-    place.add(name, "mixer", "q_proj", "weight", convert=rows(order), shape=(order.size, place.hidden))
-    for name in ("k_proj", "v_proj", "o_proj", "q_norm", "k_norm"):
+    for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"):
         place.add(f"{prefix}.{name}.weight", "mixer", name, "weight")
 
 
-def _moe(place: LayerPlace, prefix: str) -> None:
-    place.add(f"{prefix}.gate.weight", "ffn", "router", "weight")
+def moe_weights(place: LayerPlace, prefix: str) -> None:
+    """A tensor for each of an expert's matrices; router and shared expert."""
     place.experts(f"{prefix}.experts.{{expert}}.{{part}}_proj.weight", gate="gate", up="up", down="down")
+    shared_weights(place, prefix)
+
+
+def shared_weights(place: LayerPlace, prefix: str) -> None:
+    """Of a mixture of experts, what is not the routed experts."""
+    place.add(f"{prefix}.gate.weight", "ffn", "router", "weight")
     place.dense(f"{prefix}.shared_expert", "ffn", "shared_expert")
     place.add(f"{prefix}.shared_expert_gate.weight", "ffn", "shared_expert_gate", "weight")

@@ -31,9 +31,19 @@ def rope_spec(
         rotary_dim=int(head_dim * rope.take("partial_rotary_factor", default=partial)),
         interleaved=interleaved,
         scaling=_scaling(rope, positions),
+        sections=_sections(rope),
     )
     rope.finish()
     return spec
+
+
+def _sections(rope: ConfigReader) -> tuple[int, int, int] | None:
+    sections = rope.take("mrope_section", default=None)
+    if sections is None:
+        return None
+    rope.require("mrope_interleaved", True, default=False)
+    time, height, width = sections
+    return time, height, width
 
 
 def _scaling(rope: ConfigReader, positions: int) -> RopeScaling | None:
