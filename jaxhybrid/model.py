@@ -20,16 +20,20 @@ from jaxhybrid.checkpoint.fingerprint import config_fingerprint, weights_fingerp
 from jaxhybrid.checkpoint.orbax_folder import OrbaxFolder, is_orbax_folder, save_orbax
 from jaxhybrid.checkpoint.safetensors_folder import CheckpointFolder, read_config
 from jaxhybrid.config import ModelConfig
-from jaxhybrid.errors import ConfigError, TokenError
+from jaxhybrid.errors import TokenError
 from jaxhybrid.generation import GENERATION_CONFIG, GenerationDefaults, read_generation_defaults
 from jaxhybrid.layers.context import Execution
 from jaxhybrid.layers.decoder import Decoder, abstract_decoder
 from jaxhybrid.models import family_of
 from jaxhybrid.models.config_reader import ConfigReader
 from jaxhybrid.models.weight_table import WeightTable
+from jaxhybrid.parallel.fitting import execution_on, fit_to_mesh
+from jaxhybrid.parallel.mesh import partition_of
+from jaxhybrid.parallel.sharding import parameter_struct, pool_shardings
 from jaxhybrid.state.arrays import PoolArrays, pool_arrays
 from jaxhybrid.state.batch import BatchAddress
 from jaxhybrid.state.layout import StateDtypes, StateLayout, layout_of
+from pallas_kernels.partition import Partition
 
 if TYPE_CHECKING:
     from jaxhybrid.chat import ChatTokenizer
@@ -49,14 +53,23 @@ class Model:
     """A loaded model: configuration, parameters, and where they came from. Immutable once made."""
 
     def __init__(
-        self, config: ModelConfig, graph: nnx.GraphDef, parameters: nnx.State, dtypes: StateDtypes, path: Path
+        self,
+        config: ModelConfig,
+        graph: nnx.GraphDef,
+        parameters: nnx.State,
+        dtypes: StateDtypes,
+        path: Path,
+        partition: Partition | None = None,
     ) -> None:
+        """`partition`: the mesh that the parameters lie on, if there is one."""
         self.config = config
         self.graph = graph
         self.parameters = parameters
         self.dtypes = dtypes
         self.path = path
+        self.partition = partition
         self.layout: StateLayout = layout_of(config.layers, dtypes, config.vocab_size)
+        self.pool_shardings = pool_shardings(self.layout, partition)
 
     @cached_property
     def tokenizer(self) -> "ChatTokenizer":
@@ -100,7 +113,8 @@ class Model:
 
     @cached_property
     def _chunk_logits(self):
-        return jax.jit(partial(_chunk_logits, self.graph), donate_argnums=1)
+        shardings = (None, self.pool_shardings)
+        return jax.jit(partial(_chunk_logits, self.graph), donate_argnums=1, out_shardings=shardings)
 
 
 def load_model(
@@ -112,13 +126,13 @@ def load_model(
 ) -> Model:
     """Reads a Hugging Face folder (config.json and safetensors in the published names), or one that `Model.save` wrote.
 
-    `dtype`: of weights, activations and token-indexed state. `state_dtype`: of recurrent state. `execution`: how
-    parameters are laid out, by default as the platform wants them. Raises ConfigError for an unknown `model_type`, key
-    or option, or for a mesh of several devices, which this version does not run on; CheckpointError naming every
-    missing, unknown or misshapen tensor.
+    `dtype`: of weights, activations and token-indexed state. `state_dtype`: of recurrent state. `mesh`: as
+    `parallel.mesh.make_mesh` makes it; weights are split over it as they are read. `execution`: how parameters are
+    laid out, by default as the platform wants them. Raises ConfigError for an unknown `model_type`, key or option, or
+    where a head count or width doesn't divide by the mesh; CheckpointError naming every missing, unknown or misshapen
+    tensor.
     """
-    if mesh is not None and mesh.size > 1:
-        raise ConfigError(f"expected one device, got a mesh of {mesh.size}: models are not sharded yet")
+    partition = partition_of(mesh)
     folder = Path(path)
     values = dict(read_config(folder))
     where = str(folder / "config.json")
@@ -126,10 +140,11 @@ def load_model(
     reader = ConfigReader({key: value for key, value in values.items() if key != "model_type"}, where)
     config: ModelConfig = family.translate(reader)
     reader.finish()
-    execution = execution or Execution.for_platform(jax.default_backend())
-    graph, abstract = nnx.split(abstract_decoder(config, execution, dtype))
+    config = fit_to_mesh(config, partition)
+    execution = execution_on(partition, execution)
+    graph, abstract = nnx.split(abstract_decoder(config, execution, dtype, partition))
     flat = nnx.to_flat_state(abstract)
-    wanted = {leaf: jax.ShapeDtypeStruct(variable.shape, variable.dtype) for leaf, variable in flat}
+    wanted = {leaf: parameter_struct(variable, partition) for leaf, variable in flat}
     if is_orbax_folder(folder):
         leaves = OrbaxFolder.open(folder).load(wanted)
     else:
@@ -137,7 +152,7 @@ def load_model(
         family.weights(table, config)
         leaves = fill(wanted, table.rules, DequantisedFolder.over(CheckpointFolder.open(folder)), table.ignored)
     parameters = nnx.from_flat_state([(leaf, variable.replace(leaves[leaf])) for leaf, variable in flat])
-    return Model(config, graph, parameters, StateDtypes(state_dtype, jnp.dtype(dtype).name), folder)
+    return Model(config, graph, parameters, StateDtypes(state_dtype, jnp.dtype(dtype).name), folder, partition)
 
 
 def check_tokens(token_ids: Sequence[int] | Int[np.ndarray, " T"], config: ModelConfig) -> Int[np.ndarray, " T"]:
@@ -169,7 +184,7 @@ def forward(model: Model, token_ids: Sequence[int] | Int[np.ndarray, " T"]) -> F
     chunk = min(FORWARD_CHUNK, max(16, 1 << (ids.size - 1).bit_length()))
     pages = -(-ids.size // FORWARD_PAGE) + -(-chunk // FORWARD_PAGE)
     pages = 1 << (pages - 1).bit_length()
-    pool = pool_arrays(model.layout, 2, pages + 1, FORWARD_PAGE)
+    pool = pool_arrays(model.layout, 2, pages + 1, FORWARD_PAGE, model.pool_shardings)
     table, slot = jnp.arange(1, pages + 1, dtype=jnp.int32)[None], jnp.ones(1, jnp.int32)
     logits = []
     for start in range(0, ids.size, chunk):

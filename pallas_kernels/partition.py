@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Shaped
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,12 @@ class Partition:
         axes = dict(self.axes)
         return PartitionSpec(*(axes.get(name) if name else None for name in names))
 
-    def sharding(self, names: tuple[str | None, ...]) -> NamedSharding:
-        return NamedSharding(self.mesh, self.spec(names))
+    def sharding(self, names: tuple[str | None, ...], shape: tuple[int, ...]) -> NamedSharding:
+        """Of an array; a dimension that doesn't divide by its mesh axis is held whole by every device."""
+        fits = (size % self.size(name) == 0 if name else False for name, size in zip(names, shape, strict=False))
+        return NamedSharding(
+            self.mesh, self.spec(tuple(name if fit else None for name, fit in zip(names, fits, strict=False)))
+        )
 
     def without(self, names: set[str]) -> "Partition":
         """The same, with these logical axes not split."""
@@ -106,6 +111,14 @@ def split(function: Callable[..., Any], axes: Axes) -> Callable[..., Any]:
         )(arrays)
 
     return run
+
+
+def constrain(x: Shaped[Array, "..."], axes: str) -> Shaped[Array, "..."]:
+    """`x`, split by these logical names wherever their dimensions divide; without a partition, `x` itself."""
+    partition = current()
+    if partition is None:
+        return x
+    return jax.lax.with_sharding_constraint(x, partition.sharding(names_of(axes), x.shape))
 
 
 def _is_array(value: Any) -> bool:

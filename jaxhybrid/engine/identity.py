@@ -14,6 +14,7 @@ def schema_of(model: Model, page_size: int, tenant: str) -> StateSchema:
     leaves = tuple(
         LeafSchema(f"{leaf.group}.{leaf.name}", leaf.dtype, (leaf.layers, *leaf.shape)) for leaf in model.layout.leaves
     )
+    devices = "one device" if model.partition is None else f"mesh {dict(model.partition.mesh.shape)}"
     mixers = [layer.mixer for layer in model.config.layers if layer.mixer is not None]
     ropes = {getattr(mixer, "rope", None) for mixer in mixers}
     rule = "; ".join(sorted(str(asdict(rope)) for rope in ropes if rope is not None)) or "none"
@@ -26,7 +27,7 @@ def schema_of(model: Model, page_size: int, tenant: str) -> StateSchema:
         attention_layout="pages of tokens, each [tokens, *leaf]",
         page_size=page_size,
         positional_rule=rule,
-        numerics=f"{jax.default_backend()}, weights {model.dtypes.cache}, state {model.dtypes.state}",
+        numerics=f"{jax.default_backend()}, {devices}, weights {model.dtypes.cache}, state {model.dtypes.state}",
         tenant=tenant,
     )
 

@@ -43,7 +43,7 @@ class StateMemory:
         pages = -(-config.max_tokens // config.page_size)
         self.pool = StatePool(
             model.layout, config.max_sequences + config.max_checkpoints, pages, config.page_size,
-            poison=poison_freed if config.poison else None,
+            poison=poison_freed if config.poison else None, shardings=model.pool_shardings,
         )  # fmt: skip
         self.index: PrefixIndex[Bundle] = PrefixIndex(max_tokens=config.max_known_tokens)
         limit = min(config.max_tokens, model.config.max_position_embeddings)

@@ -185,6 +185,7 @@ class Programs:
         self._parameters = model.parameters
         self._graph = model.graph
         self._paged = frozenset((leaf.group, leaf.name) for leaf in model.layout.paged)
+        self._pool = model.pool_shardings
         self._compiled: dict[Hashable, Any] = {}
 
     @property
@@ -193,13 +194,14 @@ class Programs:
 
     def prefill(self, pool: PoolArrays, tokens: Int[np.ndarray, "B C"], address: BatchAddress) -> PoolArrays:
         function = partial(prefill, self._graph)
-        return self._run(("prefill", tokens.shape), function, 1, self._parameters, pool, tokens, address)
+        return self._run(("prefill", tokens.shape), function, 1, self._pool, self._parameters, pool, tokens, address)
 
     def score(
         self, pool: PoolArrays, tokens: Int[np.ndarray, "B C"], address: BatchAddress
     ) -> tuple[Float[Array, "B C"], PoolArrays]:
         function = partial(score, self._graph)
-        return self._run(("score", tokens.shape), function, 1, self._parameters, pool, tokens, address)
+        out = (None, self._pool)
+        return self._run(("score", tokens.shape), function, 1, out, self._parameters, pool, tokens, address)
 
     def decode(
         self,
@@ -213,17 +215,21 @@ class Programs:
     ) -> tuple[DecodeOutput, PoolArrays]:
         function = partial(decode, self._graph, forced.shape[1], mode)
         key = ("decode", forced.shape, controls.stop_token_ids.shape, mode)
-        return self._run(key, function, 1, self._parameters, pool, address, budget, forced, controls, counts)
+        batch = (address, budget, forced, controls, counts)
+        return self._run(key, function, 1, (None, self._pool), self._parameters, pool, *batch)
 
     def copy_pages(self, pool: PoolArrays, source: Int[np.ndarray, " N"], target: Int[np.ndarray, " N"]) -> PoolArrays:
-        return self._run(("copy_pages", source.shape), partial(copy_pages, self._paged), 0, pool, source, target)
+        function = partial(copy_pages, self._paged)
+        return self._run(("copy_pages", source.shape), function, 0, self._pool, pool, source, target)
 
     def read_logits(self, pool: PoolArrays, slots: Int[np.ndarray, " N"]) -> Float[Array, "N V"]:
-        return self._run(("read_logits", slots.shape), read_logits, None, pool, slots)
+        return self._run(("read_logits", slots.shape), read_logits, None, None, pool, slots)
 
-    def _run(self, key: Hashable, function: Callable, donated: int | None, *arguments: Any) -> Any:
+    def _run(self, key: Hashable, function: Callable, donated: int | None, out_shardings: Any, *arguments: Any) -> Any:
+        """`out_shardings`: on a mesh the pool comes back as it went in; None leaves a result to the compiler."""
         program = self._compiled.get(key)
         if program is None:
-            jitted = jax.jit(function, donate_argnums=() if donated is None else donated)
+            donate = () if donated is None else donated
+            jitted = jax.jit(function, donate_argnums=donate, out_shardings=out_shardings)
             program = self._compiled[key] = jitted.lower(*arguments).compile()
         return program(*arguments)

@@ -1,13 +1,15 @@
 """The arrays of a state pool: zeros to begin with, donated to every program and returned by it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 from jaxtyping import Array
 
 from jaxhybrid.state.layout import LeafSpec, StateLayout
 
 PoolArrays = dict[str, dict[str, Array]]  # group -> leaf -> [layers, slots, ...] or [layers, pages, page_size, ...]
+PoolShardings = dict[str, dict[str, NamedSharding]]  # likewise: where each array lies on a mesh
 
 
 def leaf_shape(leaf: LeafSpec, slots: int, pages: int, page_size: int) -> tuple[int, ...]:
@@ -22,13 +24,14 @@ def pool_arrays(
     slots: int,
     pages: int,
     page_size: int,
-    make: Callable[[LeafSpec, tuple[int, ...]], Array] = lambda leaf, shape: jnp.zeros(shape, leaf.dtype),
+    shardings: PoolShardings | None = None,
 ) -> PoolArrays:
     """Slot 0 and page 0 are the null slot and page: `slots` and `pages` count them."""
     arrays: PoolArrays = {}
     for leaf in layout.leaves:
         shape = leaf_shape(leaf, slots, pages, page_size)
-        arrays.setdefault(leaf.group, {})[leaf.name] = make(leaf, shape)
+        where = None if shardings is None else shardings[leaf.group][leaf.name]
+        arrays.setdefault(leaf.group, {})[leaf.name] = jnp.zeros(shape, leaf.dtype, device=where)
     return arrays
 
 

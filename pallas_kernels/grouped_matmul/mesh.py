@@ -37,7 +37,7 @@ def split_experts(run: Callable[..., Float[Array, "N D"]], *arguments: Any, **op
     return jax.shard_map(
         local,
         mesh=partition.mesh,
-        in_specs=(_argument_specs(partition, stacked), _bias_specs(partition, stacked)),
+        in_specs=(_argument_specs(partition, stacked), _bias_specs(partition, stacked) if biases is not None else None),
         out_specs=partition.spec(("rows",)),
         check_vma=False,
     )(arguments, biases)
