@@ -4,7 +4,7 @@ from typing import Any
 
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.gated_delta import tpu_decode
+from pallas_kernels.gated_delta import tpu_decode, tpu_prefill
 
 
 def accepts(q: Array, k: Array, v: Array, log_decay: Array, beta: Array, state: Array, *_: Array) -> str | None:
@@ -12,8 +12,6 @@ def accepts(q: Array, k: Array, v: Array, log_decay: Array, beta: Array, state: 
     for name, width in (("key_head_dim", q.shape[3]), ("value_head_dim", v.shape[3])):
         if width % 128:
             return f"{name} {width} is not a multiple of 128"
-    if q.shape[1] > 1:
-        return f"{q.shape[1]} tokens a row, expected 1"
     return None
 
 
@@ -33,7 +31,8 @@ def gated_delta(
 ) -> tuple[Float[Array, "B T Hv dv"], Float[Array, "L N Hv dk dv"]]:
     """Arguments and result as in `pallas_kernels.gated_delta.gated_delta`; `interpret` as of `pallas_call`."""
     slots = (layer, read_slots, write_slots, lengths)
-    out, state = tpu_decode.decode(
-        q[:, 0], k[:, 0], v[:, 0], log_decay[:, 0], beta[:, 0], state, *slots, interpret=interpret
-    )
+    if q.shape[1] > 1:
+        return tpu_prefill.prefill(q, k, v, log_decay, beta, state, *slots, interpret=interpret)
+    token = (x[:, 0] for x in (q, k, v, log_decay, beta))
+    out, state = tpu_decode.decode(*token, state, *slots, interpret=interpret)
     return out[:, None], state

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.gated_delta import reference, tpu
+from pallas_kernels.gated_delta import reference, tpu, tpu_decode, tpu_prefill
 
 KINDS = ["per_head", "per_channel"]
-BATCH, KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, LAYERS, SLOTS = 3, 2, 4, 128, 256, 2, 7
+BATCH, KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, LAYERS, SLOTS = 3, 1, 2, 128, 256, 2, 7
+TOKENS = 130
 
 # Memory that was never written is NaN to the interpreter.
 kernel = jax.jit(functools.partial(tpu.gated_delta, interpret=pltpu.InterpretParams()))
@@ -76,8 +77,11 @@ def test_one_token_of_padding_copies_its_state_and_leaks_no_nan(kind):
     assert np.isfinite(new_state).all()
 
 
-def test_a_key_head_for_every_value_head():
-    check(make_inputs("per_head", 1, key_heads=VALUE_HEADS), [3, 1, 5], [2, 6, 4], [1, 1, 1])
+@pytest.mark.parametrize(("module", "tokens"), [(tpu_decode, 1), (tpu_prefill, TOKENS)])
+def test_heads_in_several_blocks(module, tokens, monkeypatch):
+    monkeypatch.setattr(module, "BLOCK_BYTES", KEY_DIM * VALUE_DIM * 4)
+    run = jax.jit(functools.partial(tpu.gated_delta, interpret=pltpu.InterpretParams()))
+    check(make_inputs("per_head", tokens, key_heads=VALUE_HEADS), [3, 1, 5], [2, 6, 4], [tokens] * 3, run=run)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -118,3 +122,58 @@ def test_two_runs_are_equal_to_the_bit():
     first, second = kernel(*arguments, *slots), kernel(*arguments, *slots)
     for a, b in zip(first, second, strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("lengths", [(TOKENS, 64, 0), (63, 65, 1), (128, 129, 127)])
+@pytest.mark.parametrize("decay_scale", [1e-4, 1.0, 30.0])
+def test_chunks(kind, lengths, decay_scale):
+    check(make_inputs(kind, TOKENS, decay_scale=decay_scale), [3, 1, 5], [2, 1, 4], lengths)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("log_decay", [0.0, -30.0, -1000.0])
+def test_chunks_of_extreme_decay(kind, log_decay):
+    inputs = make_inputs(kind, TOKENS)
+    inputs["log_decay"] = jnp.full_like(inputs["log_decay"], log_decay)
+    check(inputs, [3, 1, 5], [2, 6, 4], [TOKENS, 65, 1])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weak_decay_after_strong_decay_keeps_its_precision(kind):
+    """A difference of running sums near -900 would have only four digits left."""
+    inputs = make_inputs(kind, TOKENS, decay_scale=0.01)
+    inputs["log_decay"] = inputs["log_decay"].at[:, :30].set(-30.0)
+    check(inputs, [3, 1, 5], [2, 6, 4], [TOKENS] * 3, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_chunks_of_identical_keys_without_decay(kind):
+    """The system's inverse is then the hardest."""
+    inputs = make_inputs(kind, TOKENS)
+    inputs["k"] = jnp.broadcast_to(inputs["k"][:, :1], inputs["k"].shape)
+    inputs["log_decay"] = jnp.zeros_like(inputs["log_decay"])
+    inputs["beta"] = jnp.ones_like(inputs["beta"])
+    check(inputs, [3, 1, 5], [2, 6, 4], [TOKENS] * 3, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_padding_in_chunks_may_hold_nan(kind):
+    inputs, lengths = make_inputs(kind, TOKENS), [TOKENS, 70, 0]
+    padding = np.arange(TOKENS) >= np.array(lengths)[:, None]
+    inputs = {name: x.at[padding].set(jnp.nan) for name, x in inputs.items()}
+    out, state = check(inputs, [3, 3, 4], [2, 6, 5], lengths)
+    assert np.isfinite(state).all()
+    assert np.isfinite(np.array(out)[~padding]).all()
+    np.testing.assert_array_equal(state[1, 5], make_state()[1, 4])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_chunks_of_bfloat16_are_as_good_as_bfloat16(kind):
+    """Their products round factors to bfloat16 (2^-9), as flash-linear-attention's do; sums and states do not."""
+    inputs = make_inputs(kind, TOKENS, decay_scale=0.01)
+    inputs |= {name: inputs[name].astype(jnp.bfloat16) for name in "qkv"}
+    arguments = (*inputs.values(), make_state(), 1, *map(jnp.array, ([3, 1, 5], [2, 6, 4], [TOKENS] * 3)))
+    for got, right in zip(kernel(*arguments), expected(*arguments), strict=True):
+        error = np.sqrt(np.square(got - right).mean() / np.square(right).mean())
+        assert 1e-6 < error < 2**-8
