@@ -289,10 +289,10 @@ class RunLog:
         if not lines:
             return 0
         found = _decode(lines[0], _HEADER, f"{self.path}:1")
-        differing = [name for name in RunHeader.__struct_fields__ if getattr(found, name) != getattr(self.header, name)]
+        here, there = _named(self.header), _named(found)
+        differing = [name for name in {**there, **here} if here.get(name) != there.get(name)]
         if differing:
-            wanted = ", ".join(f"{name}={getattr(self.header, name)!r}" for name in differing)
-            came = ", ".join(f"{name}={getattr(found, name)!r}" for name in differing)
+            wanted, came = (", ".join(f"{n}={run.get(n)!r}" for n in differing) for run in (here, there))
             raise TraceError(f"{self.path}:1: can't resume another run: expected {wanted}, got {came}")
         for number, line in enumerate(lines[1:], start=2):
             self._keep(_decode(line, _ENTRY, f"{self.path}:{number}"))
@@ -312,6 +312,12 @@ class RunLog:
         with _writing(self.path):
             self._stream.write(self._encoder.encode(entry) + b"\n")
             self._stream.flush()
+
+
+def _named(header: RunHeader) -> dict[str, object]:
+    """A header's fields by name, its options among them."""
+    fields = {name: getattr(header, name) for name in RunHeader.__struct_fields__ if name != "options"}
+    return fields | header.options
 
 
 def _read(path: Path) -> bytes:

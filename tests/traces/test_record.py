@@ -222,6 +222,9 @@ def test_resume_of_another_run_is_refused(tmp_path: Path) -> None:
         TraceError, match=r"run\.jsonl:1: can't resume another run: expected model='other', mode='score'"
     ):
         RunLog(path, other, resume=True)
+    options = RunHeader(model=HEADER.model, mode=HEADER.mode, traces=HEADER.traces, options={"max_tokens": "64"})
+    with pytest.raises(TraceError, match=r"another run: expected max_tokens='64', got max_tokens=None$"):
+        RunLog(path, options, resume=True)
     assert path.read_bytes() == before
 
 
