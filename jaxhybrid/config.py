@@ -131,12 +131,41 @@ class LatentAttentionSpec:
 
 
 @dataclass(frozen=True)
+class CompressedAttentionSpec:
+    """DeepSeek-V4's attention: a window of tokens and, with a `stride`, one entry for every so many tokens before.
+
+    One vector of `head_dim` is key and value of all heads; `rope` turns its last channels. `overlap`: an entry pools
+    two windows instead of one. `indexer`: chooses entries; None attends to all. Outputs pass `o_groups` low-rank
+    projections. arXiv 2606.19348, section 2.3.
+    """
+
+    num_attention_heads: int
+    head_dim: int
+    q_lora_rank: int
+    rope: RopeSpec
+    sliding_window: int
+    o_groups: int
+    o_lora_rank: int
+    stride: int | None = None
+    overlap: bool = False
+    indexer: IndexerSpec | None = None
+
+    kind: Literal["compressed_attention"] = "compressed_attention"
+
+
+@dataclass(frozen=True)
 class KimiDeltaSpec:
-    """Kimi Delta Attention: delta rule with a decay per key channel (arXiv 2510.26692)."""
+    """Kimi Delta Attention: delta rule with a decay per key channel (arXiv 2510.26692).
+
+    `gate_lower_bound`: log-decays lie between it and 0, by a sigmoid instead of a softplus (Kimi K3, 2607.24653).
+    `full_rank_gate`: the output gate is one projection instead of a product of two.
+    """
 
     num_heads: int
     head_dim: int
     short_conv_kernel_size: int
+    gate_lower_bound: float | None = None
+    full_rank_gate: bool = False
 
     kind: Literal["kimi_delta"] = "kimi_delta"
 
@@ -162,7 +191,8 @@ class GatedDeltaNetSpec:
 class Mamba2Spec:
     """Mamba-2: a decay per head and token, B and C shared by the heads of a group (arXiv 2405.21060).
 
-    `norm`: over each group's channels, after the gate. `time_step_limit`: least and greatest step size.
+    `norm`: over each group's channels, after the gate. `time_step_limit`: least and greatest step size. `in_scales`:
+    on the parts z, x, B, C and dt of what the input projection returns.
     """
 
     num_heads: int
@@ -174,6 +204,7 @@ class Mamba2Spec:
     proj_bias: bool = False
     norm: bool = True
     time_step_limit: tuple[float, float] = (0.0, math.inf)
+    in_scales: tuple[float, float, float, float, float] | None = None
 
     kind: Literal["mamba2"] = "mamba2"
 
@@ -202,10 +233,12 @@ class Mamba1Spec:
 
 @dataclass(frozen=True)
 class AttentionMamba2Spec:
-    """Attention and Mamba-2 side by side on one input, their outputs added (Falcon-H1, arXiv 2507.22448)."""
+    """Attention and Mamba-2 side by side on one input: the sum of their scaled outputs (Falcon-H1, 2507.22448)."""
 
     attention: AttentionSpec
     mamba: Mamba2Spec
+    attention_scale: float = 1.0
+    mamba_scale: float = 1.0
 
     kind: Literal["attention_mamba2"] = "attention_mamba2"
 
@@ -216,10 +249,13 @@ class ActivationSpec:
 
     `silu`, `gelu_tanh`: act(gate) * up. `relu2`: relu(up)^2, of a feed-forward without a gate. `gpt_oss`: gate *
     sigmoid(1.702 gate) * (up + 1). `limit`: gate is cut at it from above, up on both sides, before anything else.
+    `situ`: SiLU and up squashed softly, beta tanh(gate / beta) sigmoid(gate) * linear_beta tanh(up / linear_beta).
     """
 
-    name: Literal["silu", "gelu_tanh", "relu2", "gpt_oss"] = "silu"
+    name: Literal["silu", "gelu_tanh", "relu2", "gpt_oss", "situ"] = "silu"
     limit: float | None = None
+    beta: float = 1.0
+    linear_beta: float | None = None
 
     @property
     def gated(self) -> bool:
@@ -231,10 +267,15 @@ SILU = ActivationSpec("silu")
 
 @dataclass(frozen=True)
 class DenseSpec:
-    """Feed-forward: down(act(gate x) * up x), or down(act(up x)) if the activation has no gate."""
+    """Feed-forward: down(act(gate x) * up x), or down(act(up x)) if the activation has no gate.
+
+    `gate_scale` and `down_scale` multiply what those two projections return.
+    """
 
     intermediate_size: int
     activation: ActivationSpec = SILU
+    gate_scale: float = 1.0
+    down_scale: float = 1.0
 
     kind: Literal["dense"] = "dense"
 
@@ -243,8 +284,9 @@ class DenseSpec:
 class MoeSpec:
     """Routed experts and, if `shared_intermediate_size` is not 0, one expert every token passes.
 
-    `latent_size`: routed experts work on a projection of that size, and their sum is projected back. `biases`: router
-    and routed experts have them.
+    `scoring`: see `layers/router.py`. `hashed`: a token's id says which experts it goes to, its scores how much.
+    `latent_size`: routed experts work on a projection of that size, and their sum is projected back; with
+    `latent_norm`, past a norm. `biases`: router and routed experts have them.
     """
 
     num_experts: int
@@ -252,7 +294,7 @@ class MoeSpec:
     moe_intermediate_size: int
     shared_intermediate_size: int
     shared_expert_gate: bool
-    scoring: Literal["softmax", "sigmoid"]
+    scoring: Literal["softmax", "sigmoid", "sqrtsoftplus"]
     norm_topk_prob: bool
     routed_scaling_factor: float = 1.0
     n_group: int = 1
@@ -260,13 +302,21 @@ class MoeSpec:
     activation: ActivationSpec = SILU
     biases: bool = False
     latent_size: int | None = None
+    latent_norm: bool = False
+    hashed: bool = False
 
     kind: Literal["moe"] = "moe"
+
+    @property
+    def corrected(self) -> bool:
+        """Whether a learned bias takes part in the choice of experts."""
+        return self.scoring != "softmax" and not self.hashed
 
 
 MixerSpec = (
     AttentionSpec
     | LatentAttentionSpec
+    | CompressedAttentionSpec
     | KimiDeltaSpec
     | GatedDeltaNetSpec
     | Mamba2Spec
@@ -280,12 +330,14 @@ FfnSpec = DenseSpec | MoeSpec
 class LayerSpec:
     """One decoder layer: h += mixer(norm(h)); h += ffn(norm(h)). Either part may be absent.
 
-    `post_norms`: what a part returns passes a norm of its own before it is added.
+    `post_norms`: what a part returns passes a norm of its own before it is added. `seals_block`: with attention
+    residuals, the sum so far becomes a block here, and a new sum begins.
     """
 
     mixer: MixerSpec | None
     ffn: FfnSpec | None
     post_norms: bool = False
+    seals_block: bool = False
 
     def __post_init__(self) -> None:
         if self.mixer is None and self.ffn is None:
@@ -301,12 +353,68 @@ class PlainResidual:
     kind: Literal["plain"] = "plain"
 
 
-ResidualSpec = PlainResidual
+@dataclass(frozen=True)
+class AttentionResidual:
+    """Each part of a layer sees a softmax mixture of the sealed blocks and the sum so far (arXiv 2603.15031)."""
+
+    kind: Literal["attention"] = "attention"
+
+
+@dataclass(frozen=True)
+class HyperConnections:
+    """Several streams, mixed at every part of a layer by weights that are made of them (arXiv 2409.19606, 2606.19348).
+
+    `sinkhorn_iterations`: of rows and columns of the mixing matrix, towards a doubly stochastic one.
+    """
+
+    streams: int
+    sinkhorn_iterations: int
+    eps: float
+
+    kind: Literal["hyper_connections"] = "hyper_connections"
+
+
+ResidualSpec = PlainResidual | AttentionResidual | HyperConnections
+
+
+@dataclass(frozen=True)
+class VisionSpec:
+    """The tower that makes embeddings of an image's patches, `spatial_merge_size` squared patches a token (Qwen3-VL).
+
+    `patch_size`, `temporal_patch_size`: pixels and frames a patch spans. `num_position_embeddings`: entries of a square
+    table of learned positions. `image_token_id`, `video_token_id`: what a prompt has in place of each embedding.
+    """
+
+    depth: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    in_channels: int
+    patch_size: int
+    temporal_patch_size: int
+    spatial_merge_size: int
+    out_hidden_size: int
+    num_position_embeddings: int
+    image_token_id: int
+    video_token_id: int
+    rope_theta: float = 10000.0
+
+    def __post_init__(self) -> None:
+        if math.isqrt(self.num_position_embeddings) ** 2 != self.num_position_embeddings:
+            raise ConfigError(f"num_position_embeddings must be a square, got {self.num_position_embeddings}")
+
+    @property
+    def patches_per_token(self) -> int:
+        return self.spatial_merge_size**2
+
+    @property
+    def patch_features(self) -> int:
+        return self.in_channels * self.temporal_patch_size * self.patch_size**2
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A whole text model. `zero_centred_norms`: layer, query, key and final norms scale by (1 + w).
+    """A whole text model, and perhaps its vision tower. `zero_centred_norms`: layer, query, key and final norms scale by (1 + w).
 
     `embedding_scale` multiplies token embeddings, rounded to their dtype first; `logit_scale` multiplies logits.
     """
@@ -325,6 +433,7 @@ class ModelConfig:
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     residual: ResidualSpec = PlainResidual()
+    vision: VisionSpec | None = None
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "max_position_embeddings"):

@@ -11,6 +11,7 @@ from typing import Any
 from jaxhybrid.config import (
     AttentionMamba2Spec,
     AttentionSpec,
+    CompressedAttentionSpec,
     DenseSpec,
     FfnSpec,
     GatedDeltaNetSpec,
@@ -23,6 +24,7 @@ from jaxhybrid.config import (
 )
 from jaxhybrid.layers.attention import Attention
 from jaxhybrid.layers.attention_mamba2 import AttentionMamba2
+from jaxhybrid.layers.compressed_attention import CompressedAttention
 from jaxhybrid.layers.context import LayerContext
 from jaxhybrid.layers.feed_forward import Dense
 from jaxhybrid.layers.gated_delta_net import GatedDeltaNet
@@ -35,6 +37,7 @@ from jaxhybrid.layers.mixture_of_experts import MixtureOfExperts
 MODULES: Mapping[type, type] = {
     AttentionSpec: Attention,
     LatentAttentionSpec: LatentAttention,
+    CompressedAttentionSpec: CompressedAttention,
     KimiDeltaSpec: KimiDelta,
     GatedDeltaNetSpec: GatedDeltaNet,
     Mamba2Spec: Mamba2,

@@ -11,10 +11,11 @@ from jaxhybrid.layers.activation import activation
 from jaxhybrid.layers.context import LayerContext
 from jaxhybrid.layers.feed_forward import Dense
 from jaxhybrid.layers.linear import Linear
+from jaxhybrid.layers.norm import RmsNorm
 from jaxhybrid.layers.parameter import parameter
 from jaxhybrid.layers.router import route
 from jaxhybrid.layers.step import Step
-from pallas_kernels.grouped_matmul import routed_experts
+from pallas_kernels.grouped_matmul import ExpertBiases, routed_experts
 
 
 class ExpertMatrices(nnx.Module):
@@ -43,28 +44,46 @@ class MixtureOfExperts(nnx.Module):
         if spec.latent_size is not None:
             self.fc1_latent_proj = Linear(hidden, spec.latent_size, (None, None), dtype)
             self.fc2_latent_proj = Linear(spec.latent_size, hidden, (None, None), dtype)
-        self.router = Linear(hidden, spec.num_experts, (None, None), jnp.float32)
-        if spec.scoring == "sigmoid":
+        if spec.latent_norm:
+            self.latent_norm = RmsNorm(inner[1], context.eps, dtype)
+        self.router = Linear(hidden, spec.num_experts, (None, None), jnp.float32, spec.biases)
+        if spec.hashed:
+            table = (context.config.vocab_size, spec.num_experts_per_tok)
+            self.tid2eid = parameter(table, (None, None), jnp.int32)
+        if spec.corrected:
             self.e_score_correction_bias = parameter((spec.num_experts,), (None,), jnp.float32)
         if spec.activation.gated:
             self.gate_proj = ExpertMatrices(spec.num_experts, inner, ("mlp", None), stacked, dtype)
         self.up_proj = ExpertMatrices(spec.num_experts, inner, ("mlp", None), stacked, dtype)
         self.down_proj = ExpertMatrices(spec.num_experts, inner[::-1], (None, "mlp"), stacked, dtype)
+        if spec.biases and spec.activation.gated:
+            self.gate_bias = parameter((spec.num_experts, inner[0]), ("experts", "mlp"), dtype)
+        if spec.biases:
+            self.up_bias = parameter((spec.num_experts, inner[0]), ("experts", "mlp"), dtype)
+            self.down_bias = parameter((spec.num_experts, inner[1]), ("experts", None), dtype)
         if spec.shared_intermediate_size:
             self.shared_expert = Dense(DenseSpec(spec.shared_intermediate_size, spec.activation), context)
         if spec.shared_expert_gate:
             self.shared_expert_gate = Linear(hidden, 1, (None, None), dtype)
 
+    def _biases(self) -> ExpertBiases | None:
+        if not self.spec.biases:
+            return None
+        gate = self.gate_bias[...] if self.spec.activation.gated else None
+        return ExpertBiases(gate, self.up_bias[...], self.down_bias[...])
+
     def __call__(self, x: Float[Array, "B T D"], step: Step) -> Float[Array, "B T D"]:
         rows = x.reshape(-1, x.shape[-1])
-        bias = self.e_score_correction_bias[...] if self.spec.scoring == "sigmoid" else None
-        experts, weights = route(self.router(rows.astype(jnp.float32)), bias, self.spec)
+        bias = self.e_score_correction_bias[...] if self.spec.corrected else None
+        fixed = self.tid2eid[...][step.tokens.reshape(-1)] if self.spec.hashed else None
+        experts, weights = route(self.router(rows.astype(jnp.float32)), bias, self.spec, fixed)
         gate = self.gate_proj() if self.spec.activation.gated else None
         latent = self.spec.latent_size is not None
         out = routed_experts(
             self.fc1_latent_proj(rows) if latent else rows, experts, weights, gate, self.up_proj(), self.down_proj(),
-            step.valid.reshape(-1), activation=activation(self.spec.activation),
+            step.valid.reshape(-1), activation=activation(self.spec.activation), biases=self._biases(),
         )  # fmt: skip
+        out = self.latent_norm(out) if self.spec.latent_norm else out
         out = (self.fc2_latent_proj(out) if latent else out).reshape(x.shape)
         if self.spec.shared_intermediate_size:
             shared = self.shared_expert(x, step)

@@ -7,6 +7,7 @@ import jax
 from jaxhybrid.config import (
     AttentionMamba2Spec,
     AttentionSpec,
+    CompressedAttentionSpec,
     DenseSpec,
     FfnSpec,
     GatedDeltaNetSpec,
@@ -85,6 +86,9 @@ def _counts(part: MixerSpec | FfnSpec) -> Counts:
             return {"attention heads": ("heads", part.num_attention_heads), "key/value heads": ("kv_heads", heads)}
         case LatentAttentionSpec():
             return {"attention heads": ("heads", part.num_attention_heads)}
+        case CompressedAttentionSpec():
+            heads = part.num_attention_heads
+            return {"attention heads": ("heads", heads), "groups of heads": ("heads", part.o_groups)}
         case KimiDeltaSpec():
             return {"heads": ("heads", part.num_heads)}
         case GatedDeltaNetSpec():

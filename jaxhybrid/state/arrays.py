@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jaxtyping import Array
 
+from jaxhybrid.errors import ConfigError
 from jaxhybrid.state.layout import LeafSpec, StateLayout
 
 PoolArrays = dict[str, dict[str, Array]]  # group -> leaf -> [layers, slots, ...] or [layers, pages, page_size, ...]
@@ -13,9 +14,17 @@ PoolShardings = dict[str, dict[str, NamedSharding]]  # likewise: where each arra
 
 
 def leaf_shape(leaf: LeafSpec, slots: int, pages: int, page_size: int) -> tuple[int, ...]:
-    """Shape of one leaf's array in a pool of that size."""
+    """Shape of one leaf's array in a pool of that size.
+
+    Raises ConfigError if a page is not a multiple of the tokens that share an entry of the leaf.
+    """
     if leaf.growth == "paged":
-        return (leaf.layers, pages, page_size, *leaf.shape)
+        if page_size % leaf.stride:
+            raise ConfigError(
+                f"page_size={page_size} must be a multiple of {leaf.stride}: "
+                f"so many tokens share one of the {leaf.name} of {leaf.group}"
+            )
+        return (leaf.layers, pages, page_size // leaf.stride, *leaf.shape)
     return (leaf.layers, slots, *leaf.shape)
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from jaxhybrid.config import (
     AttentionMamba2Spec,
     AttentionSpec,
+    CompressedAttentionSpec,
     GatedDeltaNetSpec,
     IndexerSpec,
     KimiDeltaSpec,
@@ -27,7 +28,10 @@ OUTPUT = "output"  # the group of what belongs to no layer: the next token's log
 
 @dataclass(frozen=True)
 class LeafSpec:
-    """One array of a group: `shape` per token if `paged`, per slot if `fixed`; stacked over `layers`."""
+    """One array of a group: `shape` per token if `paged`, per slot if `fixed`; stacked over `layers`.
+
+    A paged leaf may have one entry for every `stride` tokens; it lies in the page of the last of them.
+    """
 
     group: str
     name: str
@@ -36,11 +40,12 @@ class LeafSpec:
     dtype: str
     growth: Growth
     axes: tuple[str | None, ...]
+    stride: int = 1
 
     @property
     def bytes(self) -> int:
         """Bytes of all layers, per token (paged) or per slot (fixed)."""
-        return self.layers * math.prod(self.shape) * np.dtype(self.dtype).itemsize
+        return self.layers * math.prod(self.shape) * np.dtype(self.dtype).itemsize // self.stride
 
 
 @dataclass(frozen=True)
@@ -121,6 +126,8 @@ def _leaves(mixer: MixerSpec, group: str, layers: int, dtypes: StateDtypes) -> l
                 LeafSpec(group, name, layers, (width,), dtypes.cache, "paged", (None,))
                 for name, width in widths.items()
             ]
+        case CompressedAttentionSpec():
+            return _compressed_leaves(mixer, group, layers, dtypes)
         case KimiDeltaSpec():
             heads, dim, taps = mixer.num_heads, mixer.head_dim, mixer.short_conv_kernel_size
             return _recurrent_leaves(group, layers, (heads, dim, dim), (taps - 1, 3, heads * dim), dtypes)
@@ -136,6 +143,21 @@ def _leaves(mixer: MixerSpec, group: str, layers: int, dtypes: StateDtypes) -> l
             return _recurrent_leaves(group, layers, (channels, mixer.state_size), conv, dtypes)
         case AttentionMamba2Spec():
             return [leaf for part in (mixer.attention, mixer.mamba) for leaf in _leaves(part, group, layers, dtypes)]
+
+
+def _compressed_leaves(mixer: CompressedAttentionSpec, group: str, layers: int, dtypes: StateDtypes) -> list[LeafSpec]:
+    window = (mixer.sliding_window - 1, mixer.head_dim)
+    leaves = [LeafSpec(group, "window", layers, window, dtypes.cache, "fixed", (None, None))]
+    if mixer.stride is None:
+        return leaves
+    # Of a window that is not complete: maximum, sum and weighted sum, of each series and of the last window's first.
+    sums = (3 if mixer.overlap else 1, 3)
+    widths = {"": mixer.head_dim} | ({"index_": mixer.indexer.head_dim} if mixer.indexer else {})
+    for prefix, width in widths.items():
+        entries, pooling = f"{prefix}entries", f"{prefix}pooling"
+        leaves.append(LeafSpec(group, entries, layers, (width,), dtypes.cache, "paged", (None,), mixer.stride))
+        leaves.append(LeafSpec(group, pooling, layers, (*sums, width), "float32", "fixed", (None, None, None)))
+    return leaves
 
 
 def _recurrent_leaves(
