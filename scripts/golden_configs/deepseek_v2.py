@@ -52,7 +52,7 @@ _V2_A: Config = _V2 | {
     "n_routed_experts": 12,
     "num_attention_heads": 3,
     "num_experts_per_tok": 2,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 3,
     "num_key_value_heads": 3,
     "q_lora_rank": 30,
     "qk_nope_head_dim": 16,
@@ -62,7 +62,7 @@ _V2_A: Config = _V2 | {
     "topk_group": 2,
     "topk_method": "group_limited_greedy",
     "v_head_dim": 20,
-    "vocab_size": 103,
+    "vocab_size": 87,
 }
 
 # As V2-Lite: queries of full rank, the best experts of all; and without a longer context.
@@ -76,7 +76,7 @@ _V2_LITE: Config = _V2 | {
     "n_routed_experts": 7,
     "num_attention_heads": 4,
     "num_experts_per_tok": 3,
-    "num_hidden_layers": 5,
+    "num_hidden_layers": 4,
     "num_key_value_heads": 4,
     "q_lora_rank": None,
     "qk_nope_head_dim": 12,
@@ -86,7 +86,7 @@ _V2_LITE: Config = _V2 | {
     "topk_group": 1,
     "topk_method": "greedy",
     "v_head_dim": 16,
-    "vocab_size": 101,
+    "vocab_size": 89,
 }
 
 GOLDENS = {
