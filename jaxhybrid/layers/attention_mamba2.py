@@ -6,14 +6,16 @@ from jaxtyping import Array, Float
 from jaxhybrid.config import AttentionMamba2Spec
 from jaxhybrid.layers.attention import Attention
 from jaxhybrid.layers.context import LayerContext
+from jaxhybrid.layers.linear import scaled
 from jaxhybrid.layers.mamba2 import Mamba2
 from jaxhybrid.layers.step import Step
 
 
 class AttentionMamba2(nnx.Module):
-    """y = attention(x) + mamba(x). Their state arrays have different names, so one group holds both."""
+    """y = a attention(x) + m mamba(x). Their state arrays have different names, so one group holds both."""
 
     def __init__(self, spec: AttentionMamba2Spec, context: LayerContext) -> None:
+        self.spec = spec
         self.attention = Attention(spec.attention, context)
         self.mamba = Mamba2(spec.mamba, context)
 
@@ -22,4 +24,5 @@ class AttentionMamba2(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], dict[str, Array]]:
         attended, pages = self.attention(x, state, index, step)
         scanned, slots = self.mamba(x, state, index, step)
-        return attended + scanned, {**pages, **slots}
+        y = scaled(attended, self.spec.attention_scale) + scaled(scanned, self.spec.mamba_scale)
+        return y, {**pages, **slots}

@@ -9,16 +9,17 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxhybrid.config import LayerSpec, ModelConfig
+from jaxhybrid.config import HyperConnections, LayerSpec, ModelConfig
 from jaxhybrid.layers.context import Execution, LayerContext
 from jaxhybrid.layers.indexer import no_choice
-from jaxhybrid.layers.linear import Linear, project
+from jaxhybrid.layers.linear import Linear, project, scaled
 from jaxhybrid.layers.mixers import build
 from jaxhybrid.layers.norm import RmsNorm
-from jaxhybrid.layers.parameter import parameter
+from jaxhybrid.layers.parameter import parameter, with_leading_axis
 from jaxhybrid.layers.residual import ends, residual
 from jaxhybrid.layers.segments import SegmentPlan, plan_segments
 from jaxhybrid.layers.step import Step
+from jaxhybrid.layers.vision import VisionTower
 from jaxhybrid.state.arrays import PoolArrays
 from jaxhybrid.state.batch import BatchAddress
 from jaxhybrid.state.layout import StateLayout, layout_of
@@ -36,13 +37,13 @@ class DecoderLayer(nnx.Module):
         if spec.mixer is not None:
             self.mixer = build(spec.mixer, context)
             self.mixer_norm = _norm(context)
-            self.mixer_residual = residual(spec, context)
+            self.mixer_residual = residual(spec, context, first=True)
             if spec.post_norms:
                 self.mixer_post_norm = _norm(context)
         if spec.ffn is not None:
             self.ffn = build(spec.ffn, context)
             self.ffn_norm = _norm(context)
-            self.ffn_residual = residual(spec, context)
+            self.ffn_residual = residual(spec, context, first=spec.mixer is None)
             if spec.post_norms:
                 self.ffn_post_norm = _norm(context)
 
@@ -71,7 +72,7 @@ class Segment(nnx.Module):
     def __init__(self, plan: SegmentPlan, context: LayerContext) -> None:
         layers = [DecoderLayer(spec, context) for spec in plan.pattern]
         if plan.repeats > 1:
-            layers = [_with_leading_axis(layer, plan.repeats) for layer in layers]
+            layers = [with_leading_axis(layer, plan.repeats) for layer in layers]
         self.layers = nnx.List(layers)
         self.first = plan.first
         self.repeats = plan.repeats
@@ -108,11 +109,6 @@ class Segment(nnx.Module):
         return stream, pool
 
 
-def _with_leading_axis(layer: DecoderLayer, repeats: int) -> DecoderLayer:
-    graph, parameters = nnx.split(layer)
-    return nnx.merge(graph, jax.tree.map(lambda leaf: jnp.zeros((repeats, *leaf.shape), leaf.dtype), parameters))
-
-
 class MultiTokenPrediction(nnx.Module):
     """Predicts one token further from a trunk output and the next token (DeepSeek-V3, arXiv 2412.19437, 2.2)."""
 
@@ -135,6 +131,30 @@ class MultiTokenPrediction(nnx.Module):
         return self.norm(hidden), state
 
 
+class StreamPrediction(nnx.Module):
+    """As MultiTokenPrediction, from all of the trunk's residual streams (DeepSeek-V4, arXiv 2606.19348)."""
+
+    def __init__(self, spec: LayerSpec, context: LayerContext) -> None:
+        width = context.hidden_size
+        self.enorm, self.hnorm, self.norm = _norm(context), _norm(context), _norm(context)
+        self.e_proj = Linear(width, width, (None, None), context.dtype)
+        self.h_proj = Linear(width, width, (None, None), context.dtype)
+        self.layer = DecoderLayer(spec, context)
+        self.ends = ends(context)
+
+    def __call__(
+        self,
+        embedded: Float[Array, "B T D"],
+        streams: Float[Array, "B T n D"],
+        state: Mapping[str, Array],
+        step: Step,
+    ) -> tuple[Float[Array, "B T D"], dict[str, Array]]:
+        """`embedded`: of the token after each position. `streams`: after the trunk's last layer."""
+        joined = self.h_proj(self.hnorm(streams)) + self.e_proj(self.enorm(embedded))[:, :, None]
+        streams, state = self.layer(joined, dict(state), 0, step)
+        return self.norm(self.ends.end(streams)), state
+
+
 class Decoder(nnx.Module):
     """Parameters of a whole text model. Every method is a pure function of its arguments and the parameters.
 
@@ -154,7 +174,11 @@ class Decoder(nnx.Module):
         self.norm = _norm(context)
         if not config.tie_word_embeddings:
             self.lm_head = Linear(config.hidden_size, config.vocab_size, ("vocab", None), dtype)
-        self.mtp = nnx.List([MultiTokenPrediction(spec, context) for spec in config.mtp_layers])
+        if config.vision is not None:
+            self.visual = VisionTower(config.vision, dtype)
+        self.many_streams = isinstance(config.residual, HyperConnections)
+        prediction = StreamPrediction if self.many_streams else MultiTokenPrediction
+        self.mtp = nnx.List([prediction(spec, context) for spec in config.mtp_layers])
         self.layout = layout_of(config.layers)
         self.mtp_layout = layout_of(config.mtp_layers)
 
@@ -168,38 +192,52 @@ class Decoder(nnx.Module):
         self, tokens: Int[Array, "B T"], pool: PoolArrays, address: BatchAddress
     ) -> tuple[Float[Array, "B T D"], PoolArrays]:
         """Outputs after the final norm, and the pool with the rows' state advanced by their lengths."""
+        stream, pool = self.stream(tokens, pool, address)
+        return self.outputs(stream), pool
+
+    def stream(self, tokens: Int[Array, "B T"], pool: PoolArrays, address: BatchAddress) -> tuple[Stream, PoolArrays]:
+        """What flows out of the last layer, and the pool as `trunk` returns it."""
         step = Step(tokens, address)
-        stream = self.ends.start(self.embed(tokens))
-        if handed := no_choice(self.config.layers, self.layout, pool, step):
-            pool = {**pool, HANDED_ON: handed}
-        for segment in self.segments:
-            stream, pool = segment(stream, pool, self.layout, step)
-        pool = {group: leaves for group, leaves in pool.items() if group != HANDED_ON}
-        return self.norm(self.ends.end(stream)), pool
+        with partitioned(self.partition):
+            stream = self.ends.start(constrain(self.embed(tokens), "rows"))
+            if handed := no_choice(self.config.layers, self.layout, pool, step):
+                pool = {**pool, HANDED_ON: handed}
+            for segment in self.segments:
+                stream, pool = segment(stream, pool, self.layout, step)
+            return stream, {group: leaves for group, leaves in pool.items() if group != HANDED_ON}
+
+    def outputs(self, stream: Stream) -> Float[Array, "B T D"]:
+        """What `logits` takes."""
+        with partitioned(self.partition):
+            return self.norm(self.ends.end(stream))
 
     def logits(self, outputs: Float[Array, "*batch D"]) -> Float[Array, "*batch V"]:
         """Float32 scores of the next token."""
         weight = self.embed_tokens[...] if self.config.tie_word_embeddings else self.lm_head.weight[...]
-        logits = project(outputs, weight).astype(jnp.float32)
-        return logits if self.config.logit_scale == 1.0 else logits * self.config.logit_scale
+        return scaled(project(outputs, weight).astype(jnp.float32), self.config.logit_scale)
 
     def predict_further(
         self,
         following: Int[Array, "B T"],
-        outputs: Float[Array, "B T D"],
+        stream: Stream,
         pool: PoolArrays,
         address: BatchAddress,
     ) -> tuple[Float[Array, "B T V"], PoolArrays]:
-        """The first multi-token-prediction layer: scores of the token after `following`, given the trunk's outputs.
+        """The first multi-token-prediction layer: scores of the token after `following`, given the trunk's `stream`.
 
         `following[b, t]` is the token after position t; `pool` holds the layer's own state, by `mtp_layout`.
         """
         group = self.mtp_layout.groups[0]
         assert group is not None
-        hidden, state = self.mtp[0](self.embed(following), outputs, pool[group], Step(following, address))
+        with partitioned(self.partition):
+            embedded = constrain(self.embed(following), "rows")
+            trunk = stream if self.many_streams else self.outputs(stream)
+            hidden, state = self.mtp[0](embedded, trunk, pool[group], Step(following, address))
         return self.logits(hidden), {**pool, group: state}
 
 
-def abstract_decoder(config: ModelConfig, execution: Execution, dtype: DTypeLike) -> Decoder:
+def abstract_decoder(
+    config: ModelConfig, execution: Execution, dtype: DTypeLike, partition: Partition | None = None
+) -> Decoder:
     """A decoder whose parameters are shapes only."""
-    return nnx.eval_shape(lambda: Decoder(config, execution, dtype))
+    return nnx.eval_shape(lambda: Decoder(config, execution, dtype, partition))

@@ -6,7 +6,7 @@ from jaxtyping import Array, Float
 from jaxhybrid.config import DenseSpec
 from jaxhybrid.layers.activation import activation
 from jaxhybrid.layers.context import LayerContext
-from jaxhybrid.layers.linear import Linear, StackedLinear
+from jaxhybrid.layers.linear import Linear, StackedLinear, scaled
 from jaxhybrid.layers.step import Step
 
 
@@ -25,7 +25,9 @@ class Dense(nnx.Module):
 
     def __call__(self, x: Float[Array, "B T D"], step: Step) -> Float[Array, "B T D"]:
         act = activation(self.spec.activation)
-        if not self.spec.activation.gated:
-            return self.down_proj(act(None, self.up_proj(x)))
-        both = self.gate_up_proj(x)
-        return self.down_proj(act(both[..., 0, :], both[..., 1, :]))
+        if self.spec.activation.gated:
+            both = self.gate_up_proj(x)
+            inner = act(scaled(both[..., 0, :], self.spec.gate_scale), both[..., 1, :])
+        else:
+            inner = act(None, self.up_proj(x))
+        return scaled(self.down_proj(inner), self.spec.down_scale)

@@ -24,6 +24,11 @@ def project(x: Float[Array, "*batch features"], weight: Float[Array, "out featur
     return out.reshape(*x.shape[:-1], weight.shape[0])
 
 
+def scaled(x: Float[Array, "*batch"], scale: float) -> Float[Array, "*batch"]:
+    """x times a factor of its spec, or x itself."""
+    return x if scale == 1.0 else x * scale
+
+
 class Linear(nnx.Module):
     """y = W x, or W x + b with a `bias`."""
 

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -39,7 +40,11 @@ class Mamba2(nnx.Module):
         spec, (rows, steps, _), address = self.spec, x.shape, step.address
         slots = (index, address.read_slots, address.write_slots, address.lengths)
         inner, groups = spec.intermediate_size, spec.n_groups
-        z, mixed, dt = jnp.split(self.in_proj(x), (inner, inner + spec.conv_dim), axis=-1)
+        projected = self.in_proj(x)
+        if spec.in_scales is not None:
+            sizes = (inner, inner, groups * spec.state_size, groups * spec.state_size, spec.num_heads)
+            projected = projected * np.repeat(spec.in_scales, sizes).astype(projected.dtype)
+        z, mixed, dt = jnp.split(projected, (inner, inner + spec.conv_dim), axis=-1)
         bias = self.conv_bias[...] if spec.conv_bias else None
         mixed, conv = short_conv(mixed, self.conv[...], state["conv"], *slots, bias)
         values, B, C = jnp.split(mixed, (inner, inner + groups * spec.state_size), axis=-1)

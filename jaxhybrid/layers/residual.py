@@ -10,8 +10,11 @@ from typing import Any
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxhybrid.config import LayerSpec
+from jaxhybrid.config import AttentionResidual, HyperConnections, LayerSpec
+from jaxhybrid.layers.attention_residual import BlockEnds, BlockResidual
 from jaxhybrid.layers.context import LayerContext
+from jaxhybrid.layers.hyper_connections import HyperEnds, HyperResidual
+from jaxhybrid.layers.linear import scaled
 
 
 class PlainResidual(nnx.Module):
@@ -24,7 +27,7 @@ class PlainResidual(nnx.Module):
         return stream, stream
 
     def leave(self, held: Float[Array, "B T D"], output: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        return held + (output if self.scale == 1.0 else output * self.scale)
+        return held + scaled(output, self.scale)
 
 
 class PlainEnds(nnx.Module):
@@ -37,11 +40,19 @@ class PlainEnds(nnx.Module):
         return stream
 
 
-def residual(spec: LayerSpec, context: LayerContext) -> Any:
-    """The residual module around one part of a layer."""
-    return PlainResidual(context.config.residual.scale)
+def residual(spec: LayerSpec, context: LayerContext, first: bool) -> Any:
+    """The residual module around one part of a layer, the `first` of its parts or the second."""
+    scheme = context.config.residual
+    if isinstance(scheme, AttentionResidual):
+        return BlockResidual(context, seals=spec.seals_block and first)
+    if isinstance(scheme, HyperConnections):
+        return HyperResidual(scheme, context)
+    return PlainResidual(scheme.scale)
 
 
 def ends(context: LayerContext) -> Any:
     """The module that makes the first stream of embeddings, and the hidden state of the last stream."""
-    return PlainEnds()
+    scheme = context.config.residual
+    if isinstance(scheme, HyperConnections):
+        return HyperEnds(scheme, context)
+    return BlockEnds(context) if isinstance(scheme, AttentionResidual) else PlainEnds()

@@ -6,10 +6,15 @@ from typing import Any
 
 from jaxhybrid.errors import ConfigError
 from jaxhybrid.models import (
+    bamba,
     deepseek_v2,
     deepseek_v3,
+    deepseek_v32,
+    falcon_h1,
     gemma3,
+    glm_moe_dsa,
     gpt_oss,
+    granite_hybrid,
     jamba,
     kimi_linear,
     llama,
@@ -35,6 +40,11 @@ FAMILIES: Mapping[str, ModuleType] = {
         llama,
         mistral,
         qwen3_moe,
+        deepseek_v32,
+        glm_moe_dsa,
+        bamba,
+        granite_hybrid,
+        falcon_h1,
     )
     for model_type in family.MODEL_TYPES
 }

@@ -88,8 +88,7 @@ def weights(table: WeightTable, config: ModelConfig) -> None:
         if isinstance(place.spec.mixer, Mamba1Spec):
             _mamba(place, f"{prefix}.mamba", place.spec.mixer)
         else:
-            for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-                place.add(f"{prefix}.self_attn.{name}.weight", "mixer", name, "weight")
+            place.attention(f"{prefix}.self_attn")
         if place.is_dense:
             place.dense(f"{prefix}.feed_forward", "ffn")
         else:

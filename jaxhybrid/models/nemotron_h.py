@@ -6,7 +6,7 @@ a latent, and multi-token prediction). Every layer is one part, a mixer or a fee
 
 from jaxhybrid.config import ActivationSpec, AttentionSpec, DenseSpec, LayerSpec, Mamba2Spec, ModelConfig, MoeSpec
 from jaxhybrid.models.config_reader import ConfigReader, end_tokens
-from jaxhybrid.models.mamba_weights import mamba2_weights, step_limit
+from jaxhybrid.models.mamba2_keys import mamba2_weights, step_limit
 from jaxhybrid.models.weight_table import LayerPlace, WeightTable, trunk_weights
 
 MODEL_TYPES = ("nemotron_h",)
@@ -143,10 +143,9 @@ def _part(place: LayerPlace, prefix: str, part: str) -> None:
     prefix = f"{prefix}.mixer"
     match spec:
         case Mamba2Spec():
-            mamba2_weights(place, prefix, spec)
+            mamba2_weights(place, prefix, spec, "mixer")
         case AttentionSpec():
-            for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-                place.add(f"{prefix}.{name}.weight", "mixer", name, "weight")
+            place.attention(prefix)
         case DenseSpec():
             _feed_forward(place, prefix, "ffn")
         case MoeSpec():

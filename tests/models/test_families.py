@@ -32,6 +32,9 @@ PUBLISHED = {
     "qwen3": "qwen3-8b",
     "nemotron_h": "nemotron-3-super-120b-a12b",
     "jamba": "jamba-1.5-mini",
+    "bamba": "bamba-9b",
+    "granitemoehybrid": "granite-4.0-h-small",
+    "falcon_h1": "falcon-h1-0.5b",
 }
 WHERE = "here/config.json"
 
@@ -129,6 +132,25 @@ OPTIONAL = {
         ),
         *("routed_scaling_factor", "num_nextn_predict_layers", "mtp_hybrid_override_pattern", "tie_word_embeddings"),
         *("layer_norm_epsilon", "norm_eps", "bos_token_id", "eos_token_id"),
+    },
+    "bamba": {
+        *("attn_layer_indices", "hidden_act", "mlp_bias", "attention_bias", "attn_rotary_emb", "rope_theta"),
+        *("rope_scaling", "mamba_chunk_size", "mamba_d_head", "mamba_n_groups", "mamba_conv_bias", "mamba_proj_bias"),
+        *("tie_word_embeddings", "bos_token_id", "eos_token_id"),
+    },
+    "granitemoehybrid": {
+        *("hidden_act", "normalization_function", "attention_bias", "position_embedding_type", "num_key_value_heads"),
+        *("rope_theta", "rope_scaling", "attention_multiplier", "embedding_multiplier", "logits_scaling"),
+        *("residual_multiplier", "num_hidden_layers", "mamba_chunk_size", "mamba_d_head", "mamba_n_groups"),
+        *("mamba_conv_bias", "mamba_proj_bias", "tie_word_embeddings", "bos_token_id", "eos_token_id"),
+    },
+    "falcon_h1": {
+        *("hidden_act", "attention_bias", "mlp_bias", "mamba_proj_bias", "projectors_bias", "attn_layer_indices"),
+        *("mamba_use_mlp", "attention_in_multiplier", "attention_out_multiplier", "key_multiplier", "mlp_multipliers"),
+        *("ssm_in_multiplier", "ssm_multipliers", "ssm_out_multiplier", "embedding_multiplier", "lm_head_multiplier"),
+        *("head_dim", "num_key_value_heads", "rope_theta", "rope_scaling", "mamba_expand", "mamba_rms_norm"),
+        *("mamba_norm_before_gate", "mamba_chunk_size", "mamba_d_head", "mamba_n_groups", "mamba_conv_bias"),
+        *("tie_word_embeddings", "bos_token_id", "eos_token_id"),
     },
     "jamba": {
         *("hidden_act", "sliding_window", "mamba_dt_rank", "mamba_conv_bias", "mamba_proj_bias", "tie_word_embeddings"),

@@ -8,7 +8,16 @@ import jax
 import pytest
 from flax import nnx
 
-from jaxhybrid.config import AttentionSpec, Mamba1Spec, Mamba2Spec, ModelConfig, MoeSpec
+from jaxhybrid.config import (
+    AttentionMamba2Spec,
+    AttentionSpec,
+    DenseSpec,
+    Mamba1Spec,
+    Mamba2Spec,
+    ModelConfig,
+    MoeSpec,
+    RopeSpec,
+)
 from jaxhybrid.errors import ConfigError
 from jaxhybrid.layers.context import Execution
 from jaxhybrid.layers.decoder import abstract_decoder
@@ -39,6 +48,9 @@ SIZES = {
     "nemotron-3-nano-30b-a3b": (31.6, 6_144, 49.1),
     "nemotron-3-super-120b-a12b": (120.6, 8_192, 170.2),
     "jamba-1.5-mini": (51.6, 16_384, 16.06),
+    "bamba-9b": (9.78, 12_288, 123.1),
+    "granite-4.0-h-small": (32.2, 16_384, 152.8),
+    "falcon-h1-0.5b": (0.521, 18_432, 28.70),
 }
 
 
@@ -77,6 +89,37 @@ def test_jamba_as_published() -> None:
     assert (moe.scoring, moe.norm_topk_prob) == ("softmax", False)
 
 
+def test_granite_as_published() -> None:
+    config = translate("granite-4.0-h-small")
+    attention = [number for number, layer in enumerate(config.layers) if layer.mixer.kind == "attention"]
+    assert attention == [5, 15, 25, 35]
+    assert config.layers[5].mixer == AttentionSpec(32, 8, 128, rope=None, scale=0.0078125)
+    assert (config.embedding_scale, config.logit_scale, config.residual.scale) == (12.0, 1 / 16, 0.22)
+    moe = config.layers[0].ffn
+    assert isinstance(moe, MoeSpec)
+    assert (moe.scoring, moe.norm_topk_prob, moe.shared_intermediate_size) == ("softmax", True, 1536)
+
+
+def test_falcon_h1_multipliers_that_meet_become_one() -> None:
+    config = translate("falcon-h1-0.5b", {"attention_in_multiplier": 2.0})
+    mixer, ffn = config.layers[0].mixer, config.layers[0].ffn
+    assert isinstance(mixer, AttentionMamba2Spec)
+    assert isinstance(ffn, DenseSpec)
+    assert mixer.attention.scale == pytest.approx(2.0**2 * 0.390625 / 8)
+    assert (mixer.attention_scale, mixer.mamba_scale) == (2 * 0.9375, 0.23570226039551587)
+    parts = (0.3535533905932738, 0.25, 0.3535533905932738, 0.5, 0.3535533905932738)  # z, x, B, C, dt
+    assert mixer.mamba.in_scales == tuple(1.25 * part for part in parts)
+    assert (ffn.gate_scale, ffn.down_scale) == (0.8838834764831844, 0.5859375)
+    assert (config.embedding_scale, config.logit_scale) == (5.656854249492381, 0.0390625)
+
+
+def test_bamba_as_published() -> None:
+    config = translate("bamba-9b")
+    attention = config.layers[9].mixer
+    assert [layer.mixer.kind for layer in config.layers].count("attention") == 3
+    assert attention == AttentionSpec(32, 8, 128, rope=RopeSpec(10000.0, 64))
+
+
 @pytest.mark.parametrize("limit", [[0.0, math.inf], [0.0, {"__float__": "Infinity"}], [0.0, "Infinity"], None])
 def test_an_unlimited_step_is_written_in_several_ways(limit: object) -> None:
     mixer = translate("nemotron-h-8b", {"time_step_limit": limit}).layers[0].mixer
@@ -108,6 +151,18 @@ def test_parts_may_be_spelt_out() -> None:
         ("nemotron-3-super-120b-a12b", {"mtp_hybrid_override_pattern": "ME"}, "mtp pattern 'ME' is not supported"),
         ("nemotron-3-super-120b-a12b", {"n_shared_experts": 2}, "n_shared_experts=2"),
         ("jamba-1.5-mini", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ("bamba-9b", {"mlp_bias": True}, "mlp_bias=True"),
+        ("bamba-9b", {"attn_layer_indices": [9, 32]}, "attn_layer_indices=[9, 32]: expected numbers from 0 to 31"),
+        ("bamba-9b", {"attn_rotary_emb": 128}, "attn_rotary_emb=128"),
+        ("bamba-9b", {"mamba_d_head": 60}, "mamba_n_heads=128 of mamba_d_head=60 do not make up 8192 channels"),
+        ("granite-4.0-h-small", {"layer_types": ["rwkv"] * 40}, "layer_types: unknown ['rwkv']"),
+        ("granite-4.0-h-small", {"num_hidden_layers": 39}, "num_hidden_layers=39"),
+        ("granite-4.0-h-small", {"position_embedding_type": "alibi"}, "position_embedding_type='alibi'"),
+        ("granite-4.0-h-small", {"normalization_function": "layernorm"}, "normalization_function='layernorm'"),
+        ("falcon-h1-0.5b", {"mamba_rms_norm": True, "mamba_norm_before_gate": True}, "mamba_norm_before_gate=True"),
+        ("falcon-h1-0.5b", {"projectors_bias": True}, "projectors_bias=True"),
+        ("falcon-h1-0.5b", {"mamba_use_mlp": False}, "mamba_use_mlp=False"),
+        ("falcon-h1-0.5b", {"ssm_multipliers": [1.0]}, "ssm_multipliers=[1.0]: expected five"),
         ("jamba-1.5-mini", {"sliding_window": 128}, "sliding_window=128"),
         ("jamba-1.5-mini", {"attn_layer_offset": 8}, "attn_layer_offset=8 must lie between 0 and attn_layer_period=8"),
     ],
