@@ -13,6 +13,7 @@ and `golden.npz`:
     prefill_length  scalar int32: the prompt is input_ids[:, :prefill_length]
     greedy          [2,64] int32, greedy continuation of that prompt
     mtp_logits      [2,319,V] float32, only with a prediction layer: row t predicts token t+2
+    vl_*            only of models that see: golden_images.py
 
 `transformers` is the reference, except where a family's file in golden_configs/ names one of ours.
 """
@@ -222,6 +223,13 @@ def make_golden(folder: Path, golden: Golden, seed: int) -> str | None:
     if mtp_logits is not None:
         arrays["mtp_logits"] = mtp_logits
     saved = {name: array.numpy() for name, array in arrays.items()}
+    if golden.further is not None:
+        with torch.no_grad():
+            tensors = golden.loaded(read_tensors(folder))
+            further = golden.further(load_transformers(folder, config, tensors, torch.float32), config, seed)
+        if further is None:
+            return "a tie among what the golden has further"
+        saved |= further
     np.savez_compressed(folder / "golden.npz", prefill_length=np.int32(PREFILL), **saved)
     size = sum(file.stat().st_size for file in folder.iterdir())
     if size > MAX_FOLDER_BYTES:

@@ -14,6 +14,7 @@ INERT_KEYS = frozenset(
         *("use_cache", "attn_implementation", "_attn_implementation", "return_dict", "output_hidden_states"),
         *("output_attentions", "chunk_size_feed_forward", "is_encoder_decoder", "id2label", "label2id"),
         *("problem_type", "num_logits_to_keep", "use_mamba_kernels", "hidden_dropout", "rescale_prenorm_residual"),
+        *("cache_implementation", "is_llama_config", "transformers.js_config"),
         # How tensors are stored: checkpoint/dequantise.py reads it, and refuses what it does not know.
         *("quantization_config", "expert_dtype"),
     }
@@ -27,6 +28,10 @@ class ConfigReader:
         self._left = dict(values)
         self._where = where
 
+    def __contains__(self, name: str) -> bool:
+        """Whether the key is there and was not taken yet."""
+        return name in self._left
+
     def take(self, *names: str, default: Any = ...) -> Any:
         """The value of the first name present. Later spellings of the same thing must agree with it."""
         found = {name: self._left.pop(name) for name in names if name in self._left}
@@ -39,6 +44,12 @@ class ConfigReader:
             if value != first[1]:
                 raise self.error(f"{first[0]}={first[1]!r} contradicts {name}={value!r}")
         return first[1]
+
+    def agree(self, outer: "ConfigReader", name: str) -> None:
+        """Takes over a key that the whole model's config may say instead of this part's. Both must say the same."""
+        value = outer.take(name, default=None)
+        if value is not None and self._left.setdefault(name, value) != value:
+            raise self.error(f"{name}={self._left[name]!r} contradicts {value!r} outside of it")
 
     def require(self, name: str, *allowed: Any, default: Any = ...) -> None:
         """The key may only have one of the `allowed` values, because nothing else is implemented."""

@@ -43,6 +43,10 @@ class WeightTable:
         """The tensor may lie in the checkpoint, and nothing is made of it."""
         self.ignored.append(re.escape(name))
 
+    def ignore_all(self, prefix: str) -> None:
+        """Likewise every tensor whose name begins so."""
+        self.ignored.append(re.escape(prefix) + ".*")
+
 
 class LayerPlace:
     """One layer of the table: adds rules relative to it."""

@@ -1,0 +1,50 @@
+"""Llama 2, 3 and their kin (`llama`): dense grouped-query attention. arXiv 2407.21783."""
+
+from jaxhybrid.config import AttentionSpec, DenseSpec, LayerSpec, ModelConfig
+from jaxhybrid.models.config_reader import ConfigReader, end_tokens
+from jaxhybrid.models.rope_keys import rope_spec
+from jaxhybrid.models.weight_table import WeightTable, trunk_weights
+
+MODEL_TYPES = ("llama",)
+
+
+def translate(read: ConfigReader) -> ModelConfig:
+    """A published config.json as a ModelConfig. Raises ConfigError naming the key that is missing or unsupported."""
+    read.require("hidden_act", "silu")
+    read.require("mlp_bias", False)
+    read.require("rope_interleaved", False)
+    hidden, heads = read.take("hidden_size"), read.take("num_attention_heads")
+    head_dim = read.take("head_dim", default=None) or hidden // heads
+    positions = read.take("max_position_embeddings")
+    bias = read.take("attention_bias", default=False)
+    attention = AttentionSpec(
+        num_attention_heads=heads,
+        num_key_value_heads=read.take("num_key_value_heads", default=heads),
+        head_dim=head_dim,
+        rope=rope_spec(read.rope(), head_dim, positions, theta=10000.0),
+        qkv_bias=bias,
+        o_bias=bias,
+    )
+    layer = LayerSpec(attention, DenseSpec(read.take("intermediate_size")))
+    return ModelConfig(
+        model_type="llama",
+        vocab_size=read.take("vocab_size"),
+        hidden_size=hidden,
+        layers=(layer,) * read.take("num_hidden_layers"),
+        rms_norm_eps=read.take("rms_norm_eps"),
+        zero_centred_norms=False,
+        tie_word_embeddings=read.take("tie_word_embeddings", default=False),
+        max_position_embeddings=positions,
+        bos_token_id=read.take("bos_token_id", default=None),
+        eos_token_ids=end_tokens(read.take("eos_token_id", default=None)),
+    )
+
+
+def weights(table: WeightTable, config: ModelConfig) -> None:
+    """Published tensor names of the release, and where each goes."""
+    trunk_weights(table, config)
+    for number, place in enumerate(table.layers):
+        prefix = f"model.layers.{number}"
+        place.norms(prefix)
+        place.attention(f"{prefix}.self_attn")
+        place.dense(f"{prefix}.mlp", "ffn")
