@@ -50,10 +50,12 @@ def _random(rng: np.random.Generator, name: str, shape: tuple[int, ...], neutral
         value = rng.normal(-1.0, 0.7, shape)
     elif name.endswith("e_score_correction_bias"):
         value = rng.normal(0.0, 0.05, shape)
+    elif name.endswith(".bias"):
+        value = rng.normal(0.0, 0.1, shape)
     elif len(shape) == 1:
         plain = name.endswith(("linear_attn.norm.weight", "o_norm.weight", "a_layernorm.weight"))
         value = rng.normal(1.0 if plain else neutral, 0.1, shape)
-    elif "embed_tokens" in name:
+    elif "embed" in name:
         value = rng.normal(size=shape)
     else:
         value = rng.normal(size=shape) / np.sqrt(shape[-1])
