@@ -14,6 +14,7 @@ INERT_KEYS = frozenset(
         *("use_cache", "attn_implementation", "_attn_implementation", "return_dict", "output_hidden_states"),
         *("output_attentions", "chunk_size_feed_forward", "is_encoder_decoder", "id2label", "label2id"),
         *("problem_type", "num_logits_to_keep", "use_mamba_kernels", "hidden_dropout", "rescale_prenorm_residual"),
+        *("z_loss_coefficient", "use_mambapy", "use_associative_scan"),
         *("cache_implementation", "is_llama_config", "transformers.js_config"),
         # How tensors are stored: checkpoint/dequantise.py reads it, and refuses what it does not know.
         *("quantization_config", "expert_dtype"),

@@ -18,6 +18,11 @@ LETTERS = {
 }  # fmt: skip
 # What prediction layers are made of: attention and then experts, which together make one of our layers.
 PREDICTION_PATTERN = "*E"
+MOE_KEYS = (
+    "n_shared_experts", "moe_shared_expert_overlap", "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size",
+    "moe_shared_expert_intermediate_size", "norm_topk_prob", "routed_scaling_factor", "n_group", "topk_group",
+    "moe_latent_size",
+)  # fmt: skip
 
 
 def translate(read: ConfigReader) -> ModelConfig:
@@ -39,6 +44,9 @@ def translate(read: ConfigReader) -> ModelConfig:
         moe = _moe_spec(read)
         parts["E"] = LayerSpec(None, moe)
         mtp_layers = (LayerSpec(attention, moe),) * predictions
+    else:
+        for name in MOE_KEYS:  # transformers 5 writes its defaults into files of models without experts
+            read.take(name, default=None)
     return ModelConfig(
         model_type="nemotron_h",
         vocab_size=read.take("vocab_size"),
@@ -86,7 +94,8 @@ def _attention_spec(read: ConfigReader) -> AttentionSpec:
 def _mamba_spec(read: ConfigReader) -> Mamba2Spec:
     read.require("mamba_hidden_act", "silu")
     read.require("mamba_proj_bias", False)
-    # How dt_bias was drawn, and what only training or other implementations read.
+    # How dt_bias was drawn, and what only training or other implementations read. (transformers also limits the step
+    # size by time_step_min, but in a prefill only: its decode, and everybody else, does not.)
     for name in ("time_step_min", "time_step_max", "time_step_floor", "time_step_rank"):
         read.take(name, default=None)
     for name in ("expand", "chunk_size", "mamba_ssm_cache_dtype"):

@@ -127,6 +127,15 @@ def test_an_unlimited_step_is_written_in_several_ways(limit: object) -> None:
     assert mixer.time_step_limit == (0.0, math.inf)
 
 
+def test_files_as_transformers_5_writes_them_mean_the_same() -> None:
+    """It adds the defaults of all keys it knows."""
+    experts = {"n_routed_experts": 8, "moe_latent_size": None, "n_shared_experts": 1, "mtp_layers_block_type": None}
+    assert translate("nemotron-h-8b", experts) == translate("nemotron-h-8b")
+    scan = {"use_mambapy": False, "use_associative_scan": True}
+    assert translate("jamba-1.5-mini", scan) == translate("jamba-1.5-mini")
+    assert translate("bamba-9b", {"z_loss_coefficient": 0.0}) == translate("bamba-9b")
+
+
 def test_parts_may_be_spelt_out() -> None:
     names = ["mamba", "attention", "mlp", "moe", "linear_attention", "full_attention"]
     changes = {"hybrid_override_pattern": None, "layers_block_type": names, "num_hidden_layers": 6}
