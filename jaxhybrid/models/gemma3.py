@@ -24,9 +24,9 @@ def translate(read: ConfigReader) -> ModelConfig:
 
     Raises ConfigError naming the key that is missing or unsupported.
     """
-    text = read.take("text_config", default=None)
-    if text is None:
+    if "text_config" not in read and "vision_config" not in read:
         return _text_config(read)
+    text = read.take("text_config")
     for key in IMAGE_KEYS:
         read.take(key, default=None)
     inner = read.within("text_config", text)
@@ -43,10 +43,10 @@ def _text_config(read: ConfigReader) -> ModelConfig:
     read.require("attn_logit_softcapping", None)
     read.require("final_logit_softcapping", None)
     read.require("use_bidirectional_attention", False)
-    hidden, count = read.take("hidden_size", default=2304), read.take("num_hidden_layers", default=26)
+    hidden, count = read.take("hidden_size"), read.take("num_hidden_layers")
     positions = read.take("max_position_embeddings", default=131072)
     mixers = _mixers(read, positions)
-    dense = DenseSpec(read.take("intermediate_size", default=9216), ActivationSpec("gelu_tanh"))
+    dense = DenseSpec(read.take("intermediate_size"), ActivationSpec("gelu_tanh"))
     return ModelConfig(
         model_type="gemma3_text",
         vocab_size=read.take("vocab_size", default=262208),

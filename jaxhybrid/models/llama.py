@@ -2,7 +2,7 @@
 
 from jaxhybrid.config import AttentionSpec, DenseSpec, LayerSpec, ModelConfig
 from jaxhybrid.models.config_reader import ConfigReader, end_tokens
-from jaxhybrid.models.rope_keys import rope_spec
+from jaxhybrid.models.rope_keys import context_length, rope_spec
 from jaxhybrid.models.weight_table import WeightTable, trunk_weights
 
 MODEL_TYPES = ("llama",)
@@ -17,11 +17,12 @@ def translate(read: ConfigReader) -> ModelConfig:
     head_dim = read.take("head_dim", default=None) or hidden // heads
     positions = read.take("max_position_embeddings")
     bias = read.take("attention_bias", default=False)
+    rope = rope_spec(read.rope(), head_dim, positions, theta=10000.0)
     attention = AttentionSpec(
         num_attention_heads=heads,
         num_key_value_heads=read.take("num_key_value_heads", default=heads),
         head_dim=head_dim,
-        rope=rope_spec(read.rope(), head_dim, positions, theta=10000.0),
+        rope=rope,
         qkv_bias=bias,
         o_bias=bias,
     )
@@ -34,7 +35,7 @@ def translate(read: ConfigReader) -> ModelConfig:
         rms_norm_eps=read.take("rms_norm_eps"),
         zero_centred_norms=False,
         tie_word_embeddings=read.take("tie_word_embeddings", default=False),
-        max_position_embeddings=positions,
+        max_position_embeddings=context_length(rope, positions),
         bos_token_id=read.take("bos_token_id", default=None),
         eos_token_ids=end_tokens(read.take("eos_token_id", default=None)),
     )

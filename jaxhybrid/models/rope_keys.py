@@ -74,29 +74,41 @@ def _scaling(rope: ConfigReader, positions: int) -> RopeScaling | None:
     raise rope.error(f"rope_type={kind!r} is not supported, expected default, linear, dynamic, llama3 or yarn")
 
 
+def context_length(rope: RopeSpec, positions: int) -> int:
+    """How many positions the model takes: dynamic scaling goes on where the config's `max_position_embeddings` ends."""
+    scaling = rope.scaling
+    if isinstance(scaling, DynamicScaling) and scaling.original_max_position_embeddings == positions:
+        return int(positions * scaling.factor)
+    return positions
+
+
 def with_rope_scaling(config: Mapping[str, Any], scaling: Mapping[str, Any]) -> dict[str, Any]:
     """The config.json as if it had been published with another `rope_scaling`: the hook for longer contexts.
 
     scaling: `rope_scaling` as Hugging Face spells it, such as {"rope_type": "linear", "factor": 4.0} for position
     interpolation (arXiv 2306.15595) or {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}.
     The model then takes factor times the positions it was trained on: `original_max_position_embeddings` of the
-    scaling, or else the config's `max_position_embeddings`. Raises ConfigError for a scaling without a `factor`.
+    scaling, or else the config's `max_position_embeddings`. Raises ConfigError for a scaling without type or factor,
+    and where no number of positions is known.
     """
-    if not isinstance(scaling.get("factor"), int | float):
-        raise ConfigError(f"rope_scaling: expected a factor, found {dict(scaling)!r}")
+    if not isinstance(scaling.get("factor"), int | float) or not isinstance(scaling.get("rope_type"), str):
+        raise ConfigError(f"rope_scaling: expected rope_type and factor, found {dict(scaling)!r}")
     if "text_config" in config:
         return {**config, "text_config": with_rope_scaling(config["text_config"], scaling)}
-    changed = dict(config)
     trained = scaling.get("original_max_position_embeddings", config.get("max_position_embeddings"))
     if trained is None:
-        raise ConfigError("rope_scaling: expected original_max_position_embeddings, the config has no positions")
-    changed["max_position_embeddings"] = int(trained * scaling["factor"])
-    scaling = {"original_max_position_embeddings": trained, **scaling} if scaling["rope_type"] != "linear" else scaling
+        raise ConfigError("rope_scaling: expected original_max_position_embeddings, which the config does not say")
+    changed = {**config, "max_position_embeddings": int(trained * scaling["factor"])}
+    new = {**scaling, "original_max_position_embeddings": trained}
+    if scaling["rope_type"] == "linear":  # stretches all positions alike
+        del new["original_max_position_embeddings"]
     old = config.get("rope_parameters")
     if old is None:
-        return changed | {"rope_scaling": dict(scaling)}
+        return {**changed, "rope_scaling": new}
     if "full_attention" in old:
-        base = {key: value for key, value in old["full_attention"].items() if key in _BASE_KEYS}
-        return changed | {"rope_parameters": {**old, "full_attention": {**base, **scaling}}}
-    base = {key: value for key, value in old.items() if key in _BASE_KEYS}
-    return changed | {"rope_parameters": {**base, **scaling}}
+        return {**changed, "rope_parameters": {**old, "full_attention": {**_base(old["full_attention"]), **new}}}
+    return {**changed, "rope_parameters": {**_base(old), **new}}
+
+
+def _base(keys: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in keys.items() if key in _BASE_KEYS}
