@@ -2,10 +2,10 @@
 
 import math
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from jaxhybrid.layers.context import Execution
 from jaxhybrid.layers.decoder import Decoder, abstract_decoder
 from jaxhybrid.models import family_of
 from jaxhybrid.models.config_reader import ConfigReader
+from jaxhybrid.models.rope_keys import with_rope_scaling
 from jaxhybrid.models.weight_table import WeightTable
 from jaxhybrid.parallel.fitting import execution_on, fit_to_mesh
 from jaxhybrid.parallel.mesh import partition_of
@@ -46,7 +47,7 @@ TOKENIZER_FILES = (
     GENERATION_CONFIG,
 )
 FORWARD_CHUNK = 512  # tokens per program call of `forward`: bounds its activations, not its length
-FORWARD_PAGE = 64
+FORWARD_PAGE = 128  # a multiple of the tokens that share an entry in any published model
 
 
 class Model:
@@ -60,14 +61,16 @@ class Model:
         dtypes: StateDtypes,
         path: Path,
         partition: Partition | None = None,
+        rope_scaling: Mapping[str, Any] | None = None,
     ) -> None:
-        """`partition`: the mesh that the parameters lie on, if there is one."""
+        """`partition`: the mesh that the parameters lie on, if there is one. `rope_scaling`: as in `load_model`."""
         self.config = config
         self.graph = graph
         self.parameters = parameters
         self.dtypes = dtypes
         self.path = path
         self.partition = partition
+        self.rope_scaling = rope_scaling
         self.layout: StateLayout = layout_of(config.layers, dtypes, config.vocab_size)
         self.pool_shardings = pool_shardings(self.layout, partition)
 
@@ -91,9 +94,14 @@ class Model:
         return weights_fingerprint(CheckpointFolder.open(self.path))
 
     @cached_property
+    def published_config(self) -> dict[str, Any]:
+        """The checkpoint's config.json, with the `rope_scaling` that the model was loaded with."""
+        return _published_config(self.path, self.rope_scaling)
+
+    @cached_property
     def config_fingerprint(self) -> str:
-        """SHA-256 of the checkpoint's config.json."""
-        return config_fingerprint(read_config(self.path))
+        """SHA-256 of `published_config`."""
+        return config_fingerprint(self.published_config)
 
     def save(self, path: str | Path) -> None:
         """Writes an Orbax folder that `load_model` reads, with the tokenizer's files beside the parameters.
@@ -102,7 +110,7 @@ class Model:
         a checkpoint already or cannot be written.
         """
         leaves = {leaf: variable[...] for leaf, variable in nnx.to_flat_state(self.parameters)}
-        save_orbax(path, leaves, read_config(self.path), self.fingerprint)
+        save_orbax(path, leaves, self.published_config, self.fingerprint)
         for name in TOKENIZER_FILES:
             if (self.path / name).is_file():
                 shutil.copy(self.path / name, Path(path) / name)
@@ -123,18 +131,21 @@ def load_model(
     state_dtype: str = "float32",
     mesh: jax.sharding.Mesh | None = None,
     execution: Execution | None = None,
+    rope_scaling: Mapping[str, Any] | None = None,
 ) -> Model:
     """Reads a Hugging Face folder (config.json and safetensors in the published names), or one that `Model.save` wrote.
 
     `dtype`: of weights, activations and token-indexed state. `state_dtype`: of recurrent state. `mesh`: as
     `parallel.mesh.make_mesh` makes it; weights are split over it as they are read. `execution`: how parameters are
-    laid out, by default as the platform wants them. Raises ConfigError for an unknown `model_type`, key or option, or
+    laid out, by default as the platform wants them. `rope_scaling`: in place of the config's, to stretch positions
+    beyond those the model was trained on, for instance {"rope_type": "linear", "factor": 4.0} for position
+    interpolation (see `models/rope_keys.py`). Raises ConfigError for an unknown `model_type`, key or option, or
     where a head count or width doesn't divide by the mesh; CheckpointError naming every missing, unknown or misshapen
     tensor.
     """
     partition = partition_of(mesh)
     folder = Path(path)
-    values = dict(read_config(folder))
+    values = _published_config(folder, rope_scaling)
     where = str(folder / "config.json")
     family = family_of(values, where)
     reader = ConfigReader({key: value for key, value in values.items() if key != "model_type"}, where)
@@ -152,7 +163,14 @@ def load_model(
         family.weights(table, config)
         leaves = fill(wanted, table.rules, DequantisedFolder.over(CheckpointFolder.open(folder)), table.ignored)
     parameters = nnx.from_flat_state([(leaf, variable.replace(leaves[leaf])) for leaf, variable in flat])
-    return Model(config, graph, parameters, StateDtypes(state_dtype, jnp.dtype(dtype).name), folder, partition)
+    return Model(
+        config, graph, parameters, StateDtypes(state_dtype, jnp.dtype(dtype).name), folder, partition, rope_scaling
+    )
+
+
+def _published_config(folder: Path, rope_scaling: Mapping[str, Any] | None) -> dict[str, Any]:
+    config = read_config(folder)
+    return config if rope_scaling is None else with_rope_scaling(config, rope_scaling)
 
 
 def check_tokens(token_ids: Sequence[int] | Int[np.ndarray, " T"], config: ModelConfig) -> Int[np.ndarray, " T"]:
