@@ -24,8 +24,7 @@ from jaxhybrid.errors import TokenError
 from jaxhybrid.generation import GENERATION_CONFIG, GenerationDefaults, read_generation_defaults
 from jaxhybrid.layers.context import Execution
 from jaxhybrid.layers.decoder import Decoder, abstract_decoder
-from jaxhybrid.models import family_of
-from jaxhybrid.models.config_reader import ConfigReader
+from jaxhybrid.models import family_of, translate
 from jaxhybrid.models.rope_keys import with_rope_scaling
 from jaxhybrid.models.weight_table import WeightTable
 from jaxhybrid.parallel.fitting import execution_on, fit_to_mesh
@@ -147,11 +146,7 @@ def load_model(
     folder = Path(path)
     values = _published_config(folder, rope_scaling)
     where = str(folder / "config.json")
-    family = family_of(values, where)
-    reader = ConfigReader({key: value for key, value in values.items() if key != "model_type"}, where)
-    config: ModelConfig = family.translate(reader)
-    reader.finish()
-    config = fit_to_mesh(config, partition)
+    config = fit_to_mesh(translate(values, where), partition)
     execution = execution_on(partition, execution)
     graph, abstract = nnx.split(abstract_decoder(config, execution, dtype, partition))
     flat = nnx.to_flat_state(abstract)
@@ -160,7 +155,7 @@ def load_model(
         leaves = OrbaxFolder.open(folder).load(wanted)
     else:
         table = WeightTable(config, execution)
-        family.weights(table, config)
+        family_of(values, where).weights(table, config)
         leaves = fill(wanted, table.rules, DequantisedFolder.over(CheckpointFolder.open(folder)), table.ignored)
     parameters = nnx.from_flat_state([(leaf, variable.replace(leaves[leaf])) for leaf, variable in flat])
     return Model(

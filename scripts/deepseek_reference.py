@@ -103,21 +103,12 @@ class DeepSeekReference:
         return torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
 
     def frequencies(self, dim: int, dtype: torch.dtype) -> tuple[Tensor, float]:
-        theta = self.rope("rope_theta")
-        plain = theta ** (-torch.arange(0, dim, 2, dtype=dtype) / dim)
+        options = {key: self.rope(key) for key in ("type", "beta_fast", "beta_slow", "factor")}
+        options["original_max_position_embeddings"] = self.rope("original_max_position_embeddings")
+        turns = yarn_frequencies(dim, self.rope("rope_theta"), options, dtype)
         if self.rope("type") != "yarn":
-            return plain, 1.0
-        original = self.rope("original_max_position_embeddings")
-
-        def channel(rotations: float) -> float:
-            return dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
-
-        low, high = math.floor(channel(self.rope("beta_fast"))), math.ceil(channel(self.rope("beta_slow")))
-        low, high = max(low, 0), min(high, dim - 1)
-        ramp = (torch.arange(dim // 2, dtype=dtype) - low) / (high - low if high > low else 0.001)
-        ramp = ramp.clamp(0, 1)
-        magnitude = self.stretch(self.rope("mscale")) / self.stretch(self.rope("mscale_all_dim"))
-        return plain * (1 - ramp) + plain / self.rope("factor") * ramp, magnitude
+            return turns, 1.0
+        return turns, self.stretch(self.rope("mscale")) / self.stretch(self.rope("mscale_all_dim"))
 
     def yarn_scale(self) -> float:
         """Scores are multiplied by this for YaRN, on top of what is in cos and sin."""
@@ -173,6 +164,22 @@ class DeepSeekReference:
     def norm(self, name: str, x: Tensor, eps: float | None = None) -> Tensor:
         variance = x.square().mean(-1, keepdim=True)
         return x * torch.rsqrt(variance + (eps or self.config["rms_norm_eps"])) * self.tensors[f"{name}.weight"]
+
+
+def yarn_frequencies(dim: int, theta: float, options: Config, dtype: torch.dtype) -> Tensor:
+    """Radians per position of each pair of channels; unstretched without `"type": "yarn"`."""
+    plain = theta ** (-torch.arange(0, dim, 2, dtype=dtype) / dim)
+    if options.get("type") != "yarn":
+        return plain
+
+    def channel(rotations: float) -> float:
+        original = options["original_max_position_embeddings"]
+        return dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = math.floor(channel(options["beta_fast"])), math.ceil(channel(options["beta_slow"]))
+    low, high = max(low, 0), min(high, dim - 1)
+    ramp = (torch.arange(dim // 2, dtype=dtype) - low) / (high - low if high > low else 0.001)
+    return plain * (1 - ramp.clamp(0, 1)) + plain / options["factor"] * ramp.clamp(0, 1)
 
 
 def tensor_shapes(config: Config) -> dict[str, tuple[int, ...]]:

@@ -188,9 +188,9 @@ def test_multi_token_prediction_equals_the_reference(golden, model) -> None:
         table = 1 + jnp.arange(rows * 6, dtype=jnp.int32).reshape(rows, 6)
         slots = 1 + jnp.arange(rows, dtype=jnp.int32)
         address = BatchAddress(jnp.zeros(rows, jnp.int32), jnp.full(rows, length - 1), table, slots, slots)
-        outputs, _ = decoder.trunk(tokens[:, :-1], pool_arrays(decoder.layout, rows + 1, rows * 6 + 1, 64), address)
+        stream, _ = decoder.stream(tokens[:, :-1], pool_arrays(decoder.layout, rows + 1, rows * 6 + 1, 64), address)
         state = pool_arrays(decoder.mtp_layout, rows + 1, rows * 6 + 1, 64)
-        return decoder.predict_further(tokens[:, 1:], outputs, state, address)[0]
+        return decoder.predict_further(tokens[:, 1:], stream, state, address)[0]
 
     actual = further(model.parameters, ids)
     close(actual[:, : expected.shape[1]], expected, expected.std())

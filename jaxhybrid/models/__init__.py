@@ -4,11 +4,13 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
+from jaxhybrid.config import ModelConfig
 from jaxhybrid.errors import ConfigError
 from jaxhybrid.models import (
     bamba,
     deepseek_v2,
     deepseek_v3,
+    deepseek_v4,
     deepseek_v32,
     falcon_h1,
     gemma3,
@@ -16,14 +18,17 @@ from jaxhybrid.models import (
     gpt_oss,
     granite_hybrid,
     jamba,
+    kimi_k3,
     kimi_linear,
     llama,
     mistral,
     nemotron_h,
     qwen3,
+    qwen3_5,
     qwen3_moe,
     qwen3_next,
 )
+from jaxhybrid.models.config_reader import ConfigReader
 
 FAMILIES: Mapping[str, ModuleType] = {
     model_type: family
@@ -45,6 +50,9 @@ FAMILIES: Mapping[str, ModuleType] = {
         bamba,
         granite_hybrid,
         falcon_h1,
+        deepseek_v4,
+        qwen3_5,
+        kimi_k3,
     )
     for model_type in family.MODEL_TYPES
 }
@@ -57,3 +65,12 @@ def family_of(config: Mapping[str, Any], where: str) -> ModuleType:
         known = ", ".join(sorted(FAMILIES))
         raise ConfigError(f"{where}: unknown model_type {model_type!r}, expected one of {known}")
     return FAMILIES[model_type]
+
+
+def translate(values: Mapping[str, Any], where: str) -> ModelConfig:
+    """A published config.json, every key of it. Raises ConfigError for what is unknown, missing or unsupported."""
+    family = family_of(values, where)
+    reader = ConfigReader({key: value for key, value in values.items() if key != "model_type"}, where)
+    config: ModelConfig = family.translate(reader)
+    reader.finish()
+    return config
