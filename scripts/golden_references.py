@@ -66,8 +66,7 @@ class KimiReference:
         q = q / (q.square().sum(-1, keepdim=True) + 1e-6).sqrt() * dim**-0.5
         k = k / (k.square().sum(-1, keepdim=True) + 1e-6).sqrt()
         step = self.linear(f"{name}.f_b_proj", self.linear(f"{name}.f_a_proj", x)) + self.tensors[f"{name}.dt_bias"]
-        decay_rate = self.tensors[f"{name}.A_log"].reshape(heads, 1).exp()
-        decay = (-decay_rate * F.softplus(split(step))).exp()
+        decay = self.log_decay(name, split(step)).exp()
         beta = self.linear(f"{name}.b_proj", x).sigmoid()
         state = x.new_zeros(x.shape[0], heads, dim, dim)
         outputs = []
@@ -77,8 +76,15 @@ class KimiReference:
             state = state + k[:, t, ..., None] * update[..., None, :]
             outputs.append(torch.einsum("bhk,bhkv->bhv", q[:, t], state))
         out = self.norm(f"{name}.o_norm", torch.stack(outputs, 1))
-        gate = split(self.linear(f"{name}.g_b_proj", self.linear(f"{name}.g_a_proj", x))).sigmoid()
+        gate = split(self.output_gate(name, x)).sigmoid()
         return self.linear(f"{name}.o_proj", (out * gate).flatten(-2))
+
+    def log_decay(self, name: str, step: Tensor) -> Tensor:
+        rate = self.tensors[f"{name}.A_log"].reshape(-1, 1).exp()
+        return -rate * F.softplus(step)
+
+    def output_gate(self, name: str, x: Tensor) -> Tensor:
+        return self.linear(f"{name}.g_b_proj", self.linear(f"{name}.g_a_proj", x))
 
     def short_conv(self, name: str, x: Tensor) -> Tensor:
         weight = self.tensors[f"{name}.weight"]
@@ -109,6 +115,10 @@ class KimiReference:
         return self.linear(f"{name}.o_proj", out)
 
     def experts(self, name: str, x: Tensor) -> Tensor:
+        return self.routed(name, x, x) + self.mlp(f"{name}.shared_experts", x)
+
+    def routed(self, name: str, x: Tensor, inner: Tensor) -> Tensor:
+        """The chosen experts' weighted sum: chosen by x, fed with `inner`."""
         config = self.config
         scores = self.linear(f"{name}.gate", x).sigmoid()
         # The correction bias chooses the experts but does not weigh them.
@@ -118,17 +128,20 @@ class KimiReference:
         if config["moe_renormalize"]:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         weights = weights * config["routed_scaling_factor"]
-        out = self.mlp(f"{name}.shared_experts", x)
+        out = torch.zeros_like(inner)
         for expert in range(config["num_experts"]):
             weight = (weights * (chosen == expert)).sum(-1, keepdim=True)
-            out = out + weight * self.mlp(f"{name}.experts.{expert}", x, gate="w1", up="w3", down="w2")
+            out = out + weight * self.mlp(f"{name}.experts.{expert}", inner, gate="w1", up="w3", down="w2")
         return out
 
     def mlp(
         self, name: str, x: Tensor, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
     ) -> Tensor:
-        hidden = F.silu(self.linear(f"{name}.{gate}", x)) * self.linear(f"{name}.{up}", x)
+        hidden = self.activation(self.linear(f"{name}.{gate}", x), self.linear(f"{name}.{up}", x))
         return self.linear(f"{name}.{down}", hidden)
+
+    def activation(self, gate: Tensor, up: Tensor) -> Tensor:
+        return F.silu(gate) * up
 
     def head(self, x: Tensor) -> Tensor:
         name = "model.embed_tokens" if self.config["tie_word_embeddings"] else "lm_head"

@@ -26,8 +26,11 @@ class KimiDelta(nnx.Module):
         self.qkv_conv = parameter((3, width, spec.short_conv_kernel_size), (None, "heads", None), dtype)
         self.f_a_proj = Linear(hidden, spec.head_dim, (None, None), dtype)
         self.f_b_proj = Linear(spec.head_dim, width, ("heads", None), dtype)
-        self.g_a_proj = Linear(hidden, spec.head_dim, (None, None), dtype)
-        self.g_b_proj = Linear(spec.head_dim, width, ("heads", None), dtype)
+        if spec.full_rank_gate:
+            self.g_proj = Linear(hidden, width, ("heads", None), dtype)
+        else:
+            self.g_a_proj = Linear(hidden, spec.head_dim, (None, None), dtype)
+            self.g_b_proj = Linear(spec.head_dim, width, ("heads", None), dtype)
         self.b_proj = Linear(hidden, spec.num_heads, ("heads", None), dtype)
         self.A_log = parameter((spec.num_heads,), ("heads",), jnp.float32)
         self.dt_bias = parameter((width,), ("heads",), jnp.float32)
@@ -35,11 +38,13 @@ class KimiDelta(nnx.Module):
         self.o_proj = Linear(width, hidden, (None, "heads"), dtype)
 
     def log_decay(self, x: Float[Array, "B T D"]) -> Float[Array, "B T H d"]:
-        """-exp(A_log) softplus(W_fb W_fa x + dt_bias), float32, at most 0."""
+        """-exp(A_log) softplus(f), or bound sigmoid(exp(A_log) f), of f = W_fb W_fa x + dt_bias; float32, at most 0."""
         spec = self.spec
         raw = self.f_b_proj(self.f_a_proj(x)).astype(jnp.float32) + self.dt_bias[...]
-        step = jax.nn.softplus(raw).reshape(*x.shape[:2], spec.num_heads, spec.head_dim)
-        return -jnp.exp(self.A_log[...])[:, None] * step
+        raw, rate = raw.reshape(*x.shape[:2], spec.num_heads, spec.head_dim), jnp.exp(self.A_log[...])[:, None]
+        if spec.gate_lower_bound is not None:
+            return spec.gate_lower_bound * jax.nn.sigmoid(rate * raw)
+        return -rate * jax.nn.softplus(raw)
 
     def __call__(
         self, x: Float[Array, "B T D"], state: dict[str, Array], index: int | Array, step: Step
@@ -50,6 +55,7 @@ class KimiDelta(nnx.Module):
         q, k, v = jnp.moveaxis(mixed.reshape(rows, steps, 3, spec.num_heads, spec.head_dim), 2, 0)
         beta = jax.nn.sigmoid(self.b_proj(x).astype(jnp.float32))
         out, recurrent = gated_delta(q, k, v, self.log_decay(x), beta, state["recurrent"], *slots)
-        gate = self.g_b_proj(self.g_a_proj(x)).astype(jnp.float32).reshape(out.shape)
+        gate = self.g_proj(x) if spec.full_rank_gate else self.g_b_proj(self.g_a_proj(x))
+        gate = gate.astype(jnp.float32).reshape(out.shape)
         out = (self.o_norm(out) * jax.nn.sigmoid(gate)).astype(x.dtype)
         return self.o_proj(out.reshape(rows, steps, -1)), {"conv": conv, "recurrent": recurrent}

@@ -1,5 +1,8 @@
-"""How a layer declares a parameter: shape, dtype and the logical name of every axis."""
+"""How a layer declares a parameter: shape, dtype and the logical name of every axis; and how layers are stacked."""
 
+from typing import TypeVar
+
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
@@ -14,3 +17,12 @@ def parameter(shape: tuple[int, ...], axes: tuple[str | None, ...], dtype: DType
     if len(shape) != len(axes):
         raise ValueError(f"{shape=} has {len(shape)} dimensions but {axes=} names {len(axes)}")
     return nnx.Param(jnp.zeros(shape, dtype), axes=axes)
+
+
+M = TypeVar("M", bound=nnx.Module)
+
+
+def with_leading_axis(module: M, count: int) -> M:
+    """The module with `count` copies' room in every parameter, along a new first axis, for a scan over them."""
+    graph, parameters = nnx.split(module)
+    return nnx.merge(graph, jax.tree.map(lambda leaf: jnp.zeros((count, *leaf.shape), leaf.dtype), parameters))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from jaxhybrid.config import LayerSpec
 
-MAX_PERIOD = 8
+MAX_PERIOD = 12  # Kimi K3 repeats itself every 12 layers: three times its mixers, once its residual blocks
 
 
 @dataclass(frozen=True)

@@ -25,22 +25,14 @@ def translate(read: ConfigReader) -> ModelConfig:
     """A published config.json as a ModelConfig. Raises ConfigError naming the key that is missing or unsupported."""
     layer_count = read.take("num_hidden_layers")
     linear = read.nested("linear_attn_config")
-    latent_layers = set(linear.take("full_attn_layers"))
-    delta_layers = set(linear.take("kda_layers"))
-    if latent_layers | delta_layers != set(range(1, layer_count + 1)) or latent_layers & delta_layers:
-        raise linear.error(
-            f"kda_layers and full_attn_layers must share out layers 1 to {layer_count}, "
-            f"got {sorted(delta_layers)} and {sorted(latent_layers)}"
-        )
-    delta = KimiDeltaSpec(linear.take("num_heads"), linear.take("head_dim"), linear.take("short_conv_kernel_size"))
+    latent_layers = latent_layer_numbers(linear, layer_count)
+    delta = delta_spec(linear)
     linear.finish()
-    latent = _latent_spec(read)
+    latent = latent_spec(read)
     dense = DenseSpec(read.take("intermediate_size"))
-    moe = _moe_spec(read)
+    moe = moe_spec(read)
     first_dense = read.take("first_k_dense_replace", default=0)
-    read.require("moe_layer_freq", 1)
     read.require("hidden_act", "silu")
-    read.require("mla_use_nope", True)
     # Released files have rope keys, unused: every layer is without positions.
     read.rope().require("rope_type", "default")
     read.take("head_dim", default=None)
@@ -65,7 +57,26 @@ def translate(read: ConfigReader) -> ModelConfig:
     )
 
 
-def _latent_spec(read: ConfigReader) -> LatentAttentionSpec:
+def latent_layer_numbers(linear: ConfigReader, layer_count: int) -> set[int]:
+    """The numbers, from 1, of the layers with latent attention; the others have KDA."""
+    latent_layers = set(linear.take("full_attn_layers"))
+    delta_layers = set(linear.take("kda_layers"))
+    if latent_layers | delta_layers != set(range(1, layer_count + 1)) or latent_layers & delta_layers:
+        raise linear.error(
+            f"kda_layers and full_attn_layers must share out layers 1 to {layer_count}, "
+            f"got {sorted(delta_layers)} and {sorted(latent_layers)}"
+        )
+    return latent_layers
+
+
+def delta_spec(linear: ConfigReader) -> KimiDeltaSpec:
+    """KDA's keys."""
+    return KimiDeltaSpec(linear.take("num_heads"), linear.take("head_dim"), linear.take("short_conv_kernel_size"))
+
+
+def latent_spec(read: ConfigReader) -> LatentAttentionSpec:
+    """Latent attention's keys; it has no positions."""
+    read.require("mla_use_nope", True)
     heads = read.take("num_attention_heads")
     read.require("num_key_value_heads", heads, default=heads)
     return LatentAttentionSpec(
@@ -79,7 +90,9 @@ def _latent_spec(read: ConfigReader) -> LatentAttentionSpec:
     )
 
 
-def _moe_spec(read: ConfigReader) -> MoeSpec:
+def moe_spec(read: ConfigReader) -> MoeSpec:
+    """Sigmoid-routed experts in every layer after the dense ones."""
+    read.require("moe_layer_freq", 1)
     width = read.take("moe_intermediate_size")
     read.require("moe_router_activation_func", "sigmoid")
     read.require("use_grouped_topk", True, False)
@@ -111,29 +124,32 @@ def _layer(place: LayerPlace, prefix: str) -> None:
     place.norms(prefix)
     mixer = place.spec.mixer
     if isinstance(mixer, KimiDeltaSpec):
-        _delta(place, f"{prefix}.self_attn", mixer)
+        delta_weights(place, f"{prefix}.self_attn", mixer)
+        place.add(f"{prefix}.self_attn.A_log", "mixer", "A_log", shape=(1, 1, mixer.num_heads, 1))
     else:
         assert isinstance(mixer, LatentAttentionSpec)
         latent_weights(place, f"{prefix}.self_attn", mixer)
     if place.is_dense:
         place.dense(f"{prefix}.mlp", "ffn")
     else:
-        _moe(place, f"{prefix}.block_sparse_moe")
+        moe_weights(place, f"{prefix}.block_sparse_moe")
 
 
-def _delta(place: LayerPlace, prefix: str, spec: KimiDeltaSpec) -> None:
+def delta_weights(place: LayerPlace, prefix: str, spec: KimiDeltaSpec) -> None:
+    """KDA's tensors but for A_log, whose shape the releases do not agree on."""
     width, taps = spec.num_heads * spec.head_dim, spec.short_conv_kernel_size
     for index, part in enumerate("qkv"):
         place.add(f"{prefix}.{part}_proj.weight", "mixer", "qkv_proj", "weight", index=(index,))
         conv_shape = (width, 1, taps)
         place.add(f"{prefix}.{part}_conv1d.weight", "mixer", "qkv_conv", index=(index,), shape=conv_shape)
-    place.add(f"{prefix}.A_log", "mixer", "A_log", shape=(1, 1, spec.num_heads, 1))
     place.add(f"{prefix}.dt_bias", "mixer", "dt_bias")
-    for part in ("f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj", "b_proj", "o_norm", "o_proj"):
+    gate = ("g_proj",) if spec.full_rank_gate else ("g_a_proj", "g_b_proj")
+    for part in ("f_a_proj", "f_b_proj", *gate, "b_proj", "o_norm", "o_proj"):
         place.add(f"{prefix}.{part}.weight", "mixer", part, "weight")
 
 
-def _moe(place: LayerPlace, prefix: str) -> None:
+def moe_weights(place: LayerPlace, prefix: str) -> None:
+    """Router, experts and shared expert."""
     assert isinstance(place.spec.ffn, MoeSpec)
     place.add(f"{prefix}.gate.weight", "ffn", "router", "weight")
     place.add(f"{prefix}.gate.e_score_correction_bias", "ffn", "e_score_correction_bias")

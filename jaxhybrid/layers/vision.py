@@ -1,0 +1,113 @@
+"""The vision tower of Qwen3-VL and Qwen3.5 (arXiv 2511.21631): patches of one frame to embeddings of its tokens.
+
+Attention spans a frame and nothing else, so a video is its frames one by one. Patches come in the order in which they
+are merged: the `spatial_merge_size` squared patches of a token, then those of the next.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from jaxhybrid.config import VisionSpec
+from jaxhybrid.layers.linear import Linear
+from jaxhybrid.layers.norm import LayerNorm
+from jaxhybrid.layers.parameter import parameter, with_leading_axis
+
+EPS = 1e-6
+QUERY_TILE = 256  # queries whose scores over all patches are held at once
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class FrameInputs:
+    """One frame of N patches, padded: the first `count` are real.
+
+    `patches`: pixels of each, [channel, time, row, column] flattened. `taps`, `tap_weights`: which entries of the
+    square table of position embeddings make up each patch's, and in what parts. `rows`, `columns`: its place.
+    """
+
+    patches: Float[Array, "N F"]
+    taps: Int[Array, "N 4"]
+    tap_weights: Float[Array, "N 4"]
+    rows: Int[Array, " N"]
+    columns: Int[Array, " N"]
+    count: Int[Array, ""]
+
+
+class VisionBlock(nnx.Module):
+    """x += W_o attend(norm x); x += W_2 gelu(W_1 norm x). All projections have biases."""
+
+    def __init__(self, spec: VisionSpec, dtype: DTypeLike) -> None:
+        width, inner = spec.hidden_size, spec.intermediate_size
+        self.spec = spec
+        self.norm1, self.norm2 = LayerNorm(width, EPS, dtype), LayerNorm(width, EPS, dtype)
+        self.qkv = Linear(width, 3 * width, ("heads", None), dtype, bias=True)
+        self.proj = Linear(width, width, (None, "heads"), dtype, bias=True)
+        self.linear_fc1 = Linear(width, inner, ("mlp", None), dtype, bias=True)
+        self.linear_fc2 = Linear(inner, width, (None, "mlp"), dtype, bias=True)
+
+    def __call__(
+        self, x: Float[Array, "N D"], angles: Float[Array, "N half"], count: Int[Array, ""]
+    ) -> Float[Array, "N D"]:
+        heads = self.spec.num_heads
+        q, k, v = jnp.moveaxis(self.qkv(self.norm1(x)).reshape(x.shape[0], 3, heads, -1), 1, 0)
+        mixed = attend(_turn(q, angles), _turn(k, angles), v, count)
+        x = x + self.proj(mixed.reshape(x.shape))
+        return x + self.linear_fc2(jax.nn.gelu(self.linear_fc1(self.norm2(x)), approximate=True))
+
+
+def _turn(x: Float[Array, "N H d"], angles: Float[Array, "N half"]) -> Float[Array, "N H d"]:
+    """Turns channel pairs (i, i + d / 2), in float32."""
+    cos, sin = jnp.cos(angles)[:, None], jnp.sin(angles)[:, None]
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+def attend(
+    q: Float[Array, "N H d"], k: Float[Array, "N H d"], v: Float[Array, "N H d"], count: Int[Array, ""]
+) -> Float[Array, "N H d"]:
+    """Softmax attention of all patches over the first `count`, a tile of queries at a time."""
+    patches, heads, dim = q.shape
+    hidden = jnp.where(jnp.arange(patches) < count, 0.0, -jnp.inf)
+
+    def tile(queries: Float[Array, "Q H d"]) -> Float[Array, "Q H d"]:
+        scores = jnp.einsum("qhd,khd->hqk", queries, k, preferred_element_type=jnp.float32) * dim**-0.5
+        return jnp.einsum("hqk,khd->qhd", jax.nn.softmax(scores + hidden, axis=-1).astype(v.dtype), v)
+
+    size = min(patches, QUERY_TILE)
+    return jax.lax.map(tile, q.reshape(patches // size, size, heads, dim)).reshape(q.shape)
+
+
+class VisionTower(nnx.Module):
+    """Patch embedding, learned and rotary positions, blocks (in one stack, run by a scan), merger."""
+
+    def __init__(self, spec: VisionSpec, dtype: DTypeLike) -> None:
+        self.spec = spec
+        width, merged = spec.hidden_size, spec.hidden_size * spec.patches_per_token
+        self.patch_embed = Linear(spec.patch_features, width, (None, None), dtype, bias=True)
+        self.pos_embed = parameter((spec.num_position_embeddings, width), (None, None), dtype)
+        self.blocks = with_leading_axis(VisionBlock(spec, dtype), spec.depth)
+        self.merger_norm = LayerNorm(width, EPS, dtype)
+        self.merger_linear_fc1 = Linear(merged, merged, ("mlp", None), dtype, bias=True)
+        self.merger_linear_fc2 = Linear(merged, spec.out_hidden_size, (None, "mlp"), dtype, bias=True)
+
+    def __call__(self, frame: FrameInputs) -> Float[Array, "n D"]:
+        """Embeddings of the frame's tokens; those after the real ones are of no meaning."""
+        x = self.patch_embed(frame.patches)
+        learned = self.pos_embed[...][frame.taps] * frame.tap_weights[..., None].astype(x.dtype)
+        x = x + learned.sum(axis=1)
+        angles = self._angles(frame)
+        graph, stack = nnx.split(self.blocks)
+        x, _ = jax.lax.scan(lambda x, block: (nnx.merge(graph, block)(x, angles, frame.count), None), x, stack)
+        joined = self.merger_norm(x).reshape(-1, x.shape[1] * self.spec.patches_per_token)
+        return self.merger_linear_fc2(jax.nn.gelu(self.merger_linear_fc1(joined), approximate=False))
+
+    def _angles(self, frame: FrameInputs) -> Float[Array, "N half"]:
+        """A quarter of a head's channels turns by the row, a quarter by the column; the other half pairs with them."""
+        quarter = self.spec.hidden_size // self.spec.num_heads // 4
+        turns = self.spec.rope_theta ** (-jnp.arange(quarter, dtype=jnp.float32) / quarter)
+        return jnp.concatenate([frame.rows[:, None] * turns, frame.columns[:, None] * turns], axis=-1)

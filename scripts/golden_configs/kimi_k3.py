@@ -1,0 +1,196 @@
+"""Tiny Kimi K3 models, in the key style of the released checkpoint: experts in MXFP4, a vision tower that stays unread.
+
+Dimensions are distinct wherever the architecture allows, so that a transposed or swapped axis cannot pass unnoticed;
+what experts multiply is a multiple of 32, the groups of MXFP4.
+"""
+
+import re
+from functools import partial
+from typing import Any
+
+from golden import Config, Golden, Tensors
+from kimi_k3_reference import KIMI_K3_REFERENCE
+
+from golden_configs.gpt_oss import FP4, GROUP
+
+_QUANTISED: Config = {
+    "config_groups": {
+        "group_0": {
+            "format": "mxfp4-pack-quantized",
+            "input_activations": None,
+            "targets": ["Linear"],
+            "weights": {"group_size": 32, "num_bits": 4, "symmetric": True, "type": "float"},
+        }
+    },
+    "format": "mxfp4-pack-quantized",
+    "ignore": ["re:.*self_attn.*", "re:.*shared_experts.*", "re:.*lm_head.*", "re:vision_tower.*"],
+    "quant_method": "compressed-tensors",
+}
+
+_TEXT: Config = {
+    "activation_situ_beta": 4.0,
+    "activation_situ_linear_beta": 25.0,
+    "architectures": ["KimiLinearForCausalLM"],
+    "bos_token_id": 1,
+    "dtype": "float32",
+    "eos_token_id": 2,
+    "first_k_dense_replace": 1,
+    "hidden_act": "situ",
+    "latent_moe_use_norm": True,
+    "max_position_embeddings": 4096,
+    "mla_use_nope": True,
+    "mla_use_output_gate": True,
+    "model_type": "kimi_linear",
+    "moe_layer_freq": 1,
+    "moe_renormalize": True,
+    "moe_router_activation_func": "sigmoid",
+    "num_expert_group": 1,
+    "num_nextn_predict_layers": 0,
+    "pad_token_id": 0,
+    "quantization_config": _QUANTISED,
+    "rms_norm_eps": 1e-05,
+    "routed_scaling_factor": 1.0,
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "topk_method": "noaux_tc",
+    "use_grouped_topk": True,
+}
+
+
+def _whole(text: Config) -> Config:
+    return {
+        "architectures": ["KimiK3ForConditionalGeneration"],
+        "dtype": "float32",
+        "media_placeholder_token_id": 5,
+        "model_type": "kimi_k3",
+        "text_config": _TEXT | text,
+        "tie_word_embeddings": False,
+        "vision_config": {"model_type": "kimi_k3_vision", "patch_size": 14, "vt_hidden_size": 8},
+    }
+
+
+# Blocks of two layers, the last layer on its own; KDA in runs of two.
+_A = _whole(
+    {
+        "attn_res_block_size": 2,
+        "hidden_size": 44,
+        "intermediate_size": 70,
+        "kv_lora_rank": 18,
+        "linear_attn_config": {
+            "full_attn_layers": [3, 5],
+            "gate_lower_bound": -5.0,
+            "head_dim": 16,
+            "kda_layers": [1, 2, 4],
+            "num_heads": 3,
+            "short_conv_kernel_size": 4,
+            "use_full_rank_gate": True,
+        },
+        "moe_intermediate_size": 64,
+        "num_attention_heads": 3,
+        "num_experts": 6,
+        "num_experts_per_token": 2,
+        "num_hidden_layers": 5,
+        "num_key_value_heads": 3,
+        "num_shared_experts": 2,
+        "q_lora_rank": 24,
+        "qk_nope_head_dim": 12,
+        "qk_rope_head_dim": 6,
+        "routed_expert_hidden_size": 32,
+        "v_head_dim": 14,
+        "vocab_size": 101,
+    }
+)
+
+# Blocks of three, a shorter convolution, a tighter bound, other squashing, weights that are not normalised.
+_B = _whole(
+    {
+        "activation_situ_beta": 1.5,
+        "activation_situ_linear_beta": 2.5,
+        "attn_res_block_size": 3,
+        "hidden_size": 40,
+        "intermediate_size": 52,
+        "kv_lora_rank": 14,
+        "linear_attn_config": {
+            "full_attn_layers": [2, 4],
+            "gate_lower_bound": -2.0,
+            "head_dim": 10,
+            "kda_layers": [1, 3],
+            "num_heads": 4,
+            "short_conv_kernel_size": 3,
+            "use_full_rank_gate": True,
+        },
+        "moe_intermediate_size": 32,
+        "moe_renormalize": False,
+        "num_attention_heads": 2,
+        "num_experts": 5,
+        "num_experts_per_token": 3,
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 2,
+        "num_shared_experts": 1,
+        "q_lora_rank": 22,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "routed_expert_hidden_size": 64,
+        "routed_scaling_factor": 1.7,
+        "v_head_dim": 18,
+        "vocab_size": 103,
+    }
+)
+
+
+def _random(name: str, shape: tuple[int, ...], generator: Any, heads: int) -> Any:
+    import torch
+
+    if name.endswith("A_log"):  # the heads' rates, and zeros behind them
+        rates = torch.log(torch.empty(shape).uniform_(0.3, 3.0, generator=generator))
+        return torch.where(torch.arange(shape[0]) < heads, rates, 0.0)
+    if name.endswith("res_proj.weight"):  # sharper choices of a block would make much of rounding
+        return torch.randn(shape, generator=generator) * 0.4 * shape[-1] ** -0.5
+    return None
+
+
+def _stored(tensors: Tensors) -> Tensors:
+    """Experts in packed MXFP4, each value the nearest that its group's power of two can hold; and some of a tower."""
+    import torch
+
+    table = torch.tensor(FP4)
+    stored: Tensors = {
+        "vision_tower.patch_embed.proj.weight": torch.ones(3, 2),
+        "mm_projector.proj.0.weight": torch.ones(2),
+    }
+    for name, tensor in tensors.items():
+        if not re.search(r"experts\.\d+\.w\d\.weight$", name):
+            stored[name] = tensor
+            continue
+        groups = tensor.unflatten(-1, (-1, GROUP))
+        exponent = torch.floor(torch.log2(groups.abs().amax(-1))) - 2
+        codes = ((groups / torch.exp2(exponent)[..., None])[..., None] - table).abs().argmin(-1).to(torch.uint8)
+        codes = codes.flatten(-2)
+        stored[f"{name}_packed"] = codes[..., ::2] | codes[..., 1::2] << 4
+        stored[f"{name}_scale"] = (exponent + 127).to(torch.uint8)
+    return stored
+
+
+def _loaded(stored: Tensors) -> Tensors:
+    import torch
+
+    table, tensors = torch.tensor(FP4), {}
+    for name, tensor in stored.items():
+        if name.endswith("_packed"):
+            base = name.removesuffix("_packed")
+            values = table[torch.stack([tensor & 15, tensor >> 4], -1).flatten(-2).long()]
+            scales = torch.exp2(stored[f"{base}_scale"].float() - 127)
+            tensors[base] = (values.unflatten(-1, (-1, GROUP)) * scales[..., None]).flatten(-2)
+        elif not name.endswith("weight_scale"):
+            tensors[name] = tensor
+    return tensors
+
+
+def _golden(config: Config) -> Golden:
+    heads = config["text_config"]["linear_attn_config"]["num_heads"]
+    return Golden(
+        config, random=partial(_random, heads=heads), stored=_stored, loaded=_loaded, reference=KIMI_K3_REFERENCE
+    )
+
+
+GOLDENS = {"kimi_k3_a": _golden(_A), "kimi_k3_b": _golden(_B)}
