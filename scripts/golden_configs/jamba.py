@@ -42,7 +42,7 @@ _A: Config = _BASE | {
     "num_attention_heads": 6,
     "num_experts": 5,
     "num_experts_per_tok": 2,
-    "num_hidden_layers": 5,
+    "num_hidden_layers": 4,
     "num_key_value_heads": 2,
     "vocab_size": 61,
 }
