@@ -12,8 +12,7 @@ from safetensors.numpy import save_file
 
 from jaxhybrid.layers.context import Execution
 from jaxhybrid.layers.decoder import abstract_decoder
-from jaxhybrid.models import family_of
-from jaxhybrid.models.config_reader import ConfigReader
+from jaxhybrid.models import family_of, translate
 from jaxhybrid.models.weight_table import WeightTable
 
 
@@ -22,14 +21,12 @@ def write_random_folder(folder: Path, config: Mapping[str, Any], seed: int = 0) 
 
     Matrices keep the scale of what passes them, norms are near their neutral value, decays between fast and slow.
     """
-    family = family_of(config, "config")
-    values = {key: value for key, value in config.items() if key != "model_type"}
-    translated = family.translate(ConfigReader(values, "config"))
+    translated = translate(config, "config")
     execution = Execution(scan_layers=False, stack_experts=False)
     _, abstract = nnx.split(abstract_decoder(translated, execution, "float32"))
     leaves = dict(nnx.to_flat_state(abstract))
     table = WeightTable(translated, execution)
-    family.weights(table, translated)
+    family_of(config, "config").weights(table, translated)
     neutral = 0.0 if translated.zero_centred_norms else 1.0
     rng = np.random.default_rng(seed)
     tensors: dict[str, np.ndarray] = {}
