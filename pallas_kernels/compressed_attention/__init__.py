@@ -4,6 +4,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import registry
 from pallas_kernels.compressed_attention import reference, xla
+from pallas_kernels.partition import Axes
 
 POOL_WINDOWS = registry.Operator(
     "pool_windows",
@@ -11,6 +12,7 @@ POOL_WINDOWS = registry.Operator(
         registry.Implementation("xla", xla.pool_windows),
         registry.Implementation("reference", reference.pool_windows, automatic=False),
     ),
+    Axes(arguments=(), results=("", "", "")),
 )
 
 COMPRESSED_ATTENTION = registry.Operator(
@@ -19,6 +21,7 @@ COMPRESSED_ATTENTION = registry.Operator(
         registry.Implementation("xla", xla.compressed_attention),
         registry.Implementation("reference", reference.compressed_attention, automatic=False),
     ),
+    Axes(arguments=("_ _ heads", "", "heads"), results=("_ _ heads", "", "")),
 )
 
 

@@ -3,6 +3,7 @@
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import registry
+from pallas_kernels.partition import Axes
 from pallas_kernels.sparse_attention import reference, xla
 
 INDEX_TOP_K = registry.Operator(
@@ -11,6 +12,7 @@ INDEX_TOP_K = registry.Operator(
         registry.Implementation("xla", xla.index_top_k),
         registry.Implementation("reference", reference.index_top_k, automatic=False),
     ),
+    Axes(arguments=(), results=("", "")),
 )
 
 SPARSE_LATENT_ATTENTION = registry.Operator(
@@ -19,6 +21,7 @@ SPARSE_LATENT_ATTENTION = registry.Operator(
         registry.Implementation("xla", xla.sparse_latent_attention),
         registry.Implementation("reference", reference.sparse_latent_attention, automatic=False),
     ),
+    Axes(arguments=("_ _ heads", "_ _ heads", "", "", "heads", "heads"), results=("_ _ heads", "")),
 )
 
 
