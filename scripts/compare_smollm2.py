@@ -2,8 +2,8 @@
 
 python scripts/compare_smollm2.py --folder=smollm2 --reference_python=PYTHON
 
-PYTHON has the extra `oracle`. The folder is one that convert_smollm2.py wrote, or any checkpoint with a chat template. Ends with status 1 if the
-perplexities differ by more than 1e-4 of themselves or the answers differ in a token.
+PYTHON has the extra `oracle`. The folder is one that convert_smollm2.py wrote, or any checkpoint with a chat template.
+Ends with status 1 if the perplexities differ by more than 1e-4 of themselves or the answers differ in a token.
 """
 
 import json
