@@ -43,6 +43,12 @@ PUBLISHED = {
     "bamba": "bamba-9b",
     "granitemoehybrid": "granite-4.0-h-small",
     "falcon_h1": "falcon-h1-0.5b",
+    "deepseek_v2": "deepseek-v2",
+    "deepseek_v3": "deepseek-v3",
+    "kimi_k2": "kimi-k2",
+    "deepseek_v32": "deepseek-v3.2",
+    "glm_moe_dsa": "glm-5",
+    "deepseek_v4": "deepseek-v4-flash",
 }
 WHERE = "here/config.json"
 
@@ -134,6 +140,10 @@ def test_unknown_keys_are_named(model_type: str) -> None:
     assert message.startswith(f"{WHERE}: unknown keys attention_sinks")
 
 
+DEEPSEEK_OPTIONAL = {
+    *("attention_bias", "bos_token_id", "eos_token_id", "hidden_act", "moe_layer_freq", "norm_topk_prob"),
+    *("num_key_value_heads", "scoring_func", "tie_word_embeddings"),
+}
 # Keys a published file may leave out; keys that say nothing of the forward pass aside.
 OPTIONAL = {
     "nemotron_h": {
@@ -210,6 +220,16 @@ OPTIONAL = {
         *("boi_token_index", "eoi_token_index", "eos_token_id", "image_token_index", "mm_tokens_per_image"),
         "vision_config",
     },
+    "deepseek_v2": DEEPSEEK_OPTIONAL | {"rope_scaling"},
+    "deepseek_v3": DEEPSEEK_OPTIONAL | {"rope_scaling", "topk_method", "num_nextn_predict_layers"},
+    "kimi_k2": DEEPSEEK_OPTIONAL | {"rope_scaling", "topk_method", "num_nextn_predict_layers"},
+    "deepseek_v32": DEEPSEEK_OPTIONAL | {"rope_scaling", "topk_method", "num_nextn_predict_layers"},
+    "glm_moe_dsa": {
+        *(*DEEPSEEK_OPTIONAL, "topk_method", "num_nextn_predict_layers", "head_dim", "qk_head_dim", "rope_interleave"),
+        *("indexer_rope_interleave", "mlp_layer_types"),
+    },
+    "deepseek_v4": (DEEPSEEK_OPTIONAL | {"rope_scaling", "topk_method", "num_nextn_predict_layers"})
+    - {"moe_layer_freq"},
 }
 
 
@@ -223,7 +243,7 @@ def test_every_missing_key_is_named_or_has_a_default(model_type: str) -> None:
         else:
             message = refused(left)
             assert message.startswith(f"{WHERE}: ")
-            assert repr(key) in message
+            assert repr("rope_theta" if key == "rope_parameters" else key) in message
 
 
 @pytest.mark.parametrize(
