@@ -6,11 +6,13 @@ sees (and may refuse) is what one device holds.
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Shaped
 
@@ -119,6 +121,13 @@ def constrain(x: Shaped[Array, "..."], axes: str) -> Shaped[Array, "..."]:
     if partition is None:
         return x
     return jax.lax.with_sharding_constraint(x, partition.sharding(names_of(axes), x.shape))
+
+
+def own_heads(x: Shaped[Array, "..."], dimension: int) -> Shaped[Array, "..."]:
+    """`x` with each of its heads repeated as often as it takes for them to divide by the shards."""
+    partition = current()
+    shards, heads = 1 if partition is None else partition.size("heads"), x.shape[dimension]
+    return x if heads % shards == 0 else jnp.repeat(x, math.lcm(heads, shards) // heads, axis=dimension)
 
 
 def _is_array(value: Any) -> bool:

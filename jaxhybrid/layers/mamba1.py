@@ -7,7 +7,7 @@ from jaxtyping import Array, Float
 
 from jaxhybrid.config import Mamba1Spec
 from jaxhybrid.layers.context import LayerContext
-from jaxhybrid.layers.linear import Linear
+from jaxhybrid.layers.linear import Linear, StackedLinear
 from jaxhybrid.layers.norm import RmsNorm
 from jaxhybrid.layers.parameter import parameter
 from jaxhybrid.layers.step import Step
@@ -24,7 +24,7 @@ class Mamba1(nnx.Module):
     def __init__(self, spec: Mamba1Spec, context: LayerContext) -> None:
         self.spec = spec
         hidden, dtype, inner = context.hidden_size, context.dtype, spec.intermediate_size
-        self.in_proj = Linear(hidden, 2 * inner, ("heads", None), dtype, bias=spec.proj_bias)
+        self.in_proj = StackedLinear(2, hidden, inner, "heads", dtype, bias=spec.proj_bias)
         self.conv = parameter((inner, spec.conv_kernel_size), ("heads", None), dtype)
         if spec.conv_bias:
             self.conv_bias = parameter((inner,), ("heads",), dtype)
@@ -43,7 +43,7 @@ class Mamba1(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], dict[str, Array]]:
         spec, address = self.spec, step.address
         slots = (index, address.read_slots, address.write_slots, address.lengths)
-        values, z = jnp.split(self.in_proj(x), 2, axis=-1)
+        values, z = jnp.moveaxis(self.in_proj(x), 2, 0)
         bias = self.conv_bias[...] if spec.conv_bias else None
         values, conv = short_conv(values, self.conv[...], state["conv"], *slots, bias)
         parts = jnp.split(self.x_proj(values), (spec.dt_rank, spec.dt_rank + spec.state_size), axis=-1)

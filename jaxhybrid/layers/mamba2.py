@@ -12,6 +12,7 @@ from jaxhybrid.layers.linear import Linear
 from jaxhybrid.layers.norm import rms_norm
 from jaxhybrid.layers.parameter import parameter
 from jaxhybrid.layers.step import Step
+from pallas_kernels.partition import own_heads
 from pallas_kernels.short_conv import short_conv
 from pallas_kernels.ssd import ssd
 
@@ -22,11 +23,17 @@ class Mamba2(nnx.Module):
     def __init__(self, spec: Mamba2Spec, context: LayerContext) -> None:
         self.spec, self.eps = spec, context.eps
         hidden, dtype = context.hidden_size, context.dtype
-        rows = spec.intermediate_size + spec.conv_dim + spec.num_heads
-        self.in_proj = Linear(hidden, rows, ("heads", None), dtype, bias=spec.proj_bias)
-        self.conv = parameter((spec.conv_dim, spec.conv_kernel_size), ("heads", None), dtype)
+        inner, shared = spec.intermediate_size, 2 * spec.n_groups * spec.state_size
+        self.in_proj_z = Linear(hidden, inner, ("heads", None), dtype, bias=spec.proj_bias)
+        self.in_proj_x = Linear(hidden, inner, ("heads", None), dtype, bias=spec.proj_bias)
+        # B and C are a group's, not a head's, and small: every device of a mesh has all of them.
+        self.in_proj_bc = Linear(hidden, shared, (None, None), dtype, bias=spec.proj_bias)
+        self.in_proj_dt = Linear(hidden, spec.num_heads, ("heads", None), dtype, bias=spec.proj_bias)
+        self.conv_x = parameter((inner, spec.conv_kernel_size), ("heads", None), dtype)
+        self.conv_bc = parameter((shared, spec.conv_kernel_size), (None, None), dtype)
         if spec.conv_bias:
-            self.conv_bias = parameter((spec.conv_dim,), ("heads",), dtype)
+            self.conv_x_bias = parameter((inner,), ("heads",), dtype)
+            self.conv_bc_bias = parameter((shared,), (None,), dtype)
         self.A_log = parameter((spec.num_heads,), ("heads",), jnp.float32)
         self.D = parameter((spec.num_heads,), ("heads",), jnp.float32)
         self.dt_bias = parameter((spec.num_heads,), ("heads",), jnp.float32)
@@ -40,22 +47,28 @@ class Mamba2(nnx.Module):
         spec, (rows, steps, _), address = self.spec, x.shape, step.address
         slots = (index, address.read_slots, address.write_slots, address.lengths)
         inner, groups = spec.intermediate_size, spec.n_groups
-        projected = self.in_proj(x)
-        if spec.in_scales is not None:
-            sizes = (inner, inner, groups * spec.state_size, groups * spec.state_size, spec.num_heads)
-            projected = projected * np.repeat(spec.in_scales, sizes).astype(projected.dtype)
-        z, mixed, dt = jnp.split(projected, (inner, inner + spec.conv_dim), axis=-1)
-        bias = self.conv_bias[...] if spec.conv_bias else None
-        mixed, conv = short_conv(mixed, self.conv[...], state["conv"], *slots, bias)
-        values, B, C = jnp.split(mixed, (inner, inner + groups * spec.state_size), axis=-1)
+        z, values, shared, dt = self._projected(x)
+        x_bias, bc_bias = (self.conv_x_bias[...], self.conv_bc_bias[...]) if spec.conv_bias else (None, None)
+        values, conv_x = short_conv(values, self.conv_x[...], state["conv_x"], *slots, x_bias)
+        shared, conv_bc = short_conv(shared, self.conv_bc[...], state["conv_bc"], *slots, bc_bias, axis="_")
+        B, C = jnp.moveaxis(shared.reshape(rows, steps, 2, groups, spec.state_size), 2, 0)
         dt = jax.nn.softplus(dt.astype(jnp.float32) + self.dt_bias[...]).clip(*spec.time_step_limit)
         out, recurrent = ssd(
             values.reshape(rows, steps, spec.num_heads, spec.head_dim), dt, -jnp.exp(self.A_log[...]),
-            B.reshape(rows, steps, groups, spec.state_size), C.reshape(rows, steps, groups, spec.state_size),
-            self.D[...], state["recurrent"], *slots,
+            own_heads(B, 2), own_heads(C, 2), self.D[...], state["recurrent"], *slots,
         )  # fmt: skip
         out = out.reshape(rows, steps, inner) * jax.nn.silu(z.astype(jnp.float32))
         if spec.norm:
             weight = self.norm[...].reshape(groups, -1)
             out = rms_norm(out.reshape(rows, steps, groups, -1), weight, self.eps).reshape(out.shape)
-        return self.out_proj(out.astype(x.dtype)), {"conv": conv, "recurrent": recurrent}
+        changed = {"conv_x": conv_x, "conv_bc": conv_bc, "recurrent": recurrent}
+        return self.out_proj(out.astype(x.dtype)), changed
+
+    def _projected(self, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T _"], ...]:
+        """z, x, B and C together, and dt, scaled."""
+        parts = tuple(project(x) for project in (self.in_proj_z, self.in_proj_x, self.in_proj_bc, self.in_proj_dt))
+        if self.spec.in_scales is None:
+            return parts
+        z, values, B, C, dt = self.spec.in_scales
+        scales = (z, values, np.repeat((B, C), self.spec.n_groups * self.spec.state_size), dt)
+        return tuple(part * np.asarray(scale, part.dtype) for part, scale in zip(parts, scales, strict=True))

@@ -98,11 +98,13 @@ def weights(table: WeightTable, config: ModelConfig) -> None:
 
 
 def _mamba(place: LayerPlace, prefix: str, spec: Mamba1Spec) -> None:
-    for name in ("in_proj", "x_proj", "dt_proj", "out_proj", "dt_layernorm", "b_layernorm", "c_layernorm"):
+    for name in ("x_proj", "dt_proj", "out_proj", "dt_layernorm", "b_layernorm", "c_layernorm"):
         place.add(f"{prefix}.{name}.weight", "mixer", name, "weight")
+    both = 2 * spec.intermediate_size  # x, then z
+    place.add(f"{prefix}.in_proj.weight", "mixer", "in_proj", "weight", shape=(both, place.hidden))
     if spec.proj_bias:
-        for name in ("in_proj", "out_proj"):
-            place.add(f"{prefix}.{name}.bias", "mixer", name, "bias")
+        place.add(f"{prefix}.in_proj.bias", "mixer", "in_proj", "bias", shape=(both,))
+        place.add(f"{prefix}.out_proj.bias", "mixer", "out_proj", "bias")
     place.add(f"{prefix}.dt_proj.bias", "mixer", "dt_bias")
     place.add(f"{prefix}.conv1d.weight", "mixer", "conv", shape=(spec.intermediate_size, 1, spec.conv_kernel_size))
     if spec.conv_bias:

@@ -4,7 +4,7 @@ import math
 
 from jaxhybrid.config import Mamba2Spec
 from jaxhybrid.models.config_reader import ConfigReader
-from jaxhybrid.models.weight_table import LayerPlace
+from jaxhybrid.models.weight_table import LayerPlace, rows
 
 
 def step_limit(read: ConfigReader) -> tuple[float, float]:
@@ -37,13 +37,25 @@ def mamba2_spec(read: ConfigReader, width: int, norm: bool = True) -> Mamba2Spec
 
 
 def mamba2_weights(place: LayerPlace, prefix: str, spec: Mamba2Spec, *path: str) -> None:
-    """The tensors of a Mamba-2 mixer at `path`."""
-    for name in ("in_proj", "out_proj"):
-        for leaf in ("weight", "bias") if spec.proj_bias else ("weight",):
-            place.add(f"{prefix}.{name}.{leaf}", *path, name, leaf)
-    place.add(f"{prefix}.conv1d.weight", *path, "conv", shape=(spec.conv_dim, 1, spec.conv_kernel_size))
-    if spec.conv_bias:
-        place.add(f"{prefix}.conv1d.bias", *path, "conv_bias")
+    """The tensors of a Mamba-2 mixer at `path`: in_proj holds the rows of z, x, B, C, dt, and conv1d of x, B, C."""
+    inner, convolved = spec.intermediate_size, slice(0, spec.intermediate_size)
+    total = inner + spec.conv_dim + spec.num_heads
+    for part, chosen in (
+        ("z", slice(0, inner)),
+        ("x", slice(inner, 2 * inner)),
+        ("bc", slice(2 * inner, inner + spec.conv_dim)),
+        ("dt", slice(inner + spec.conv_dim, total)),
+    ):
+        for leaf, shape in (("weight", (total, place.hidden)), ("bias", (total,)))[: 1 + spec.proj_bias]:
+            place.add(f"{prefix}.in_proj.{leaf}", *path, f"in_proj_{part}", leaf, shape=shape, convert=rows(chosen))
+    for part, chosen in (("x", convolved), ("bc", slice(inner, spec.conv_dim))):
+        conv_shape = (spec.conv_dim, 1, spec.conv_kernel_size)
+        place.add(f"{prefix}.conv1d.weight", *path, f"conv_{part}", shape=conv_shape, convert=rows(chosen))
+        if spec.conv_bias:
+            bias_shape = (spec.conv_dim,)
+            place.add(f"{prefix}.conv1d.bias", *path, f"conv_{part}_bias", shape=bias_shape, convert=rows(chosen))
+    for leaf in ("weight", "bias") if spec.proj_bias else ("weight",):
+        place.add(f"{prefix}.out_proj.{leaf}", *path, "out_proj", leaf)
     for name in ("A_log", "D", "dt_bias"):
         place.add(f"{prefix}.{name}", *path, name)
     if spec.norm:

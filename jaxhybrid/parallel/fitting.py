@@ -94,7 +94,7 @@ def _counts(part: MixerSpec | FfnSpec) -> Counts:
         case GatedDeltaNetSpec():
             return {"key heads": ("heads", part.num_key_heads), "value heads": ("heads", part.num_value_heads)}
         case Mamba2Spec():
-            return {"heads": ("heads", part.num_heads), "groups": ("heads", part.n_groups)}
+            return {"heads": ("heads", part.num_heads)}
         case AttentionMamba2Spec():
             return _counts(part.attention) | {f"Mamba {what}": count for what, count in _counts(part.mamba).items()}
         case Mamba1Spec():

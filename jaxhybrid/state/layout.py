@@ -135,8 +135,7 @@ def _leaves(mixer: MixerSpec, group: str, layers: int, dtypes: StateDtypes) -> l
             state = (mixer.num_value_heads, mixer.key_head_dim, mixer.value_head_dim)
             return _recurrent_leaves(group, layers, state, (mixer.conv_kernel_size - 1, mixer.conv_dim), dtypes)
         case Mamba2Spec():
-            state = (mixer.num_heads, mixer.head_dim, mixer.state_size)
-            return _recurrent_leaves(group, layers, state, (mixer.conv_kernel_size - 1, mixer.conv_dim), dtypes)
+            return _mamba2_leaves(mixer, group, layers, dtypes)
         case Mamba1Spec():
             channels = mixer.intermediate_size
             conv = (mixer.conv_kernel_size - 1, channels)
@@ -158,6 +157,17 @@ def _compressed_leaves(mixer: CompressedAttentionSpec, group: str, layers: int, 
         leaves.append(LeafSpec(group, entries, layers, (width,), dtypes.cache, "paged", (None,), mixer.stride))
         leaves.append(LeafSpec(group, pooling, layers, (*sums, width), "float32", "fixed", (None, None, None)))
     return leaves
+
+
+def _mamba2_leaves(mixer: Mamba2Spec, group: str, layers: int, dtypes: StateDtypes) -> list[LeafSpec]:
+    """B's and C's convolution inputs apart from x's: they belong to no head."""
+    state, taps = (mixer.num_heads, mixer.head_dim, mixer.state_size), mixer.conv_kernel_size - 1
+    shared = (taps, mixer.conv_dim - mixer.intermediate_size)
+    return [
+        LeafSpec(group, "recurrent", layers, state, dtypes.state, "fixed", ("heads", None, None)),
+        LeafSpec(group, "conv_x", layers, (taps, mixer.intermediate_size), dtypes.cache, "fixed", (None, "heads")),
+        LeafSpec(group, "conv_bc", layers, shared, dtypes.cache, "fixed", (None, None)),
+    ]
 
 
 def _recurrent_leaves(

@@ -26,6 +26,8 @@ def short_conv(
     write_slots: Int[Array, " B"],
     lengths: Int[Array, " B"],
     bias: Float[Array, "*C"] | None = None,
+    *,
+    axis: str = "heads",
 ) -> tuple[Float[Array, "B T *C"], Float[Array, "L N K-1 *C"]]:
     """Convolve each channel over time, then apply SiLU.
 
@@ -35,19 +37,20 @@ def short_conv(
 
     Args:
         x: inputs of T new tokens. Tokens at and beyond a row's length are padding and may hold anything, NaN included.
-        weight: one filter of K taps a channel. Channels may have several dimensions, of which the last goes by heads.
+        weight: one filter of K taps a channel. Channels may have several dimensions.
         state: the last K-1 inputs, oldest first, of N slots in L layers.
         layer: which of the L layers to use.
         read_slots: where each row's state is read; rows may share one.
         write_slots: where each row's new state goes; distinct, save that padding rows share slot 0.
         lengths: valid tokens of each row, 0 to T. A row of length 0 copies its state unchanged.
         bias: added before SiLU.
+        axis: what the channels' last dimension goes by, on a mesh; `_` for channels that every device has.
 
     Returns:
         The activations in x's dtype (computed in float32; unspecified on padding), and the updated state.
     """
-    heads = "_ " * (x.ndim - 3) + "heads"
-    axes = Axes((f"_ _ {heads}", heads, f"_ _ _ {heads}", "", "", "", "", heads), (f"_ _ {heads}", f"_ _ _ {heads}"))
+    names = "_ " * (x.ndim - 3) + axis
+    axes = Axes((f"_ _ {names}", names, f"_ _ _ {names}", "", "", "", "", names), (f"_ _ {names}", f"_ _ _ {names}"))
     return split(_flattened, axes)(x, weight, state, layer, read_slots, write_slots, lengths, bias)
 
 
