@@ -226,13 +226,3 @@ def attend_chosen(
         before=before,
     )
     return out.reshape(q.shape), pages
-
-
-def strided_table(page_table: Int[Array, "B W"], page_size: int, stride: int) -> Int[Array, "B w"]:
-    """The page table of entries, one for every `stride` tokens, each in the page of its last token.
-
-    A page holds page_size / stride of them or, where a stride spans whole pages, one: then only every last page of a
-    stride holds any. One of the two must divide the other.
-    """
-    pages = max(1, stride // page_size)
-    return page_table[:, pages - 1 :: pages]

@@ -90,7 +90,7 @@ def compressed_attention(
       entries: pages of pooled entries, written already, or None for the window alone.
       chosen: the entries that each query sees: indices in any order, then -1.
       layer: which of the L layers, a Python int or a traced scalar.
-      page_table: page ids by entry // page, as in `paging.strided_table`.
+      page_table: page ids by entry // page, where a page counts entries.
       starts: tokens of each sequence before these.
       lengths: how many of the T are real; the rest change nothing, and their output is unspecified but finite.
       read_slots, write_slots: where each row's window is read and goes; padding rows share slot 0.

@@ -1,11 +1,10 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import paging, registry
+from pallas_kernels import registry
 from pallas_kernels.compressed_attention import compressed_attention, pool_windows
 
 LAYERS, SLOTS, WIDTH, HEADS, PAGE, WINDOW = 2, 7, 6, 5, 4, 9
@@ -130,12 +129,3 @@ def test_attention_by_definition():
             weights = np.exp(WIDTH**-0.5 * keys @ q[0, t, head])
             expected = weights @ keys / (weights.sum() + np.exp(sinks[head]))
             np.testing.assert_allclose(out[0, t, head], expected, atol=1e-5)
-
-
-@pytest.mark.parametrize(("page_size", "stride"), [(8, 2), (8, 8), (8, 32)])
-def test_entries_lie_in_the_page_of_their_last_token(page_size, stride):
-    table = jnp.arange(100, 116)[None]
-    strided = paging.strided_table(table, page_size, stride)
-    rows = max(1, page_size // stride)
-    for entry in range(16 * page_size // stride):
-        assert strided[0, entry // rows] == table[0, ((entry + 1) * stride - 1) // page_size]
