@@ -39,7 +39,8 @@ _ALL_BYTES = np.arange(256, dtype=np.uint8)
 _E4M3_VALUES = _ALL_BYTES.view(_E4M3).astype(np.float32)
 _E8M0_VALUES = _ALL_BYTES.view(_E8M0).astype(np.float32)
 _FP4_VALUES = _ALL_BYTES[:16].view(ml_dtypes.float4_e2m1fn).astype(np.float32)
-_FP4_PAIRS = np.stack([_FP4_VALUES[_ALL_BYTES & 15], _FP4_VALUES[_ALL_BYTES >> 4]], axis=-1)  # [256, 2]
+# Of each byte its two float32 as one item: looking up one is faster than looking up a row of two.
+_FP4_PAIRS = np.stack([_FP4_VALUES[_ALL_BYTES & 15], _FP4_VALUES[_ALL_BYTES >> 4]], axis=-1).view(np.uint64)[:, 0]
 
 _PART_VALUES = 1 << 22  # decoded at a time
 
@@ -250,7 +251,7 @@ def decode_fp4(
 ) -> Float[np.ndarray, "*lead 2*n"]:
     """Pairs of E2M1 in bytes, times 2^(scale - 127) of their group: bfloat16, exact. Scale 255 is NaN."""
     powers = _E8M0_VALUES[scales.view(np.uint8)]
-    return _decode_rows(packed.view(np.uint8), powers, 2, _BFLOAT16, lambda rows: _FP4_PAIRS[rows])
+    return _decode_rows(packed.view(np.uint8), powers, 2, _BFLOAT16, lambda rows: _FP4_PAIRS[rows].view(np.float32))
 
 
 def decode_int4(
@@ -286,13 +287,19 @@ def _decode_rows(
     dtype: np.dtype,
     unpack: Callable[[Int[np.ndarray, "r n"]], Shaped[np.ndarray, "r n per_item"]],
 ) -> Float[np.ndarray, "*lead n*per_item"]:
-    """`unpack` of some rows at a time, times their scales in float32, stored as `dtype`."""
+    """`unpack` of some rows at a time, times their scales in float32, as `dtype`, which must hold them exactly."""
     columns = packed.shape[-1] * per_item
+    whole = columns // GROUP * GROUP
     rows, row_scales = packed.reshape(-1, packed.shape[-1]), scales.reshape(-1, scales.shape[-1])
     out = np.empty((len(rows), columns), dtype)
     step = max(1, _PART_VALUES // max(columns, 1))
     for start in range(0, len(rows), step):
         part = slice(start, start + step)
-        factors = np.repeat(row_scales[part].astype(np.float32), GROUP, axis=-1)[:, :columns]
-        out[part] = unpack(rows[part]).reshape(-1, columns) * factors
+        factors = row_scales[part].astype(np.float32)
+        values = unpack(rows[part]).reshape(-1, columns).astype(np.float32, copy=False)
+        groups = values[:, :whole].reshape(len(values), -1, GROUP)
+        groups *= factors[:, : groups.shape[1], None]
+        values[:, whole:] *= factors[:, groups.shape[1] :]
+        # An exact bfloat16 is the upper half of its float32: many times as fast as the cast.
+        out[part] = values if dtype == _FLOAT32 else values.view(_BFLOAT16)[:, 1::2]
     return out.reshape(*packed.shape[:-1], columns)

@@ -105,17 +105,17 @@ def kimi_k3_tensors():
     return stored, {"w1.weight": fp4_by_hand(packed, scale), "w2.weight": PLAIN}
 
 
-def int4_tensors():
-    values = np.random.default_rng(3).integers(-8, 8, (5, 64))
-    words = np.zeros((5, 8), np.uint32)
+def int4_tensors(columns=64):
+    values = np.random.default_rng(3).integers(-8, 8, (5, columns))
+    words = np.zeros((5, columns // 8), np.uint32)
     for row, column in np.ndindex(values.shape):
         words[row, column // 8] |= np.uint32((int(values[row, column]) + 8) << 4 * (column % 8))
     scale = np.linspace(0.01, 2, 10).reshape(5, 2).astype(ml_dtypes.bfloat16)
-    expected = (values * np.repeat(scale.astype(np.float32), 32, axis=1)).astype(np.float32)
+    expected = (values * np.repeat(scale.astype(np.float32), 32, axis=1)[:, :columns]).astype(np.float32)
     stored = {
         "w1.weight_packed": words.view(np.int32),
         "w1.weight_scale": scale,
-        "w1.weight_shape": np.array([5, 64], np.int64),
+        "w1.weight_shape": np.array([5, columns], np.int64),
     }
     return stored, {"w1.weight": expected}
 
@@ -126,6 +126,7 @@ CASES = {
     "gpt_oss": (MXFP4, gpt_oss_tensors),
     "kimi_k3": (K3, kimi_k3_tensors),
     "int4": (INT4, int4_tensors),
+    "int4_with_a_cut_group": (INT4, lambda: int4_tensors(40)),
 }
 
 
