@@ -5,12 +5,15 @@ Needs the extra `aot`. JAX must have been started with `JAX_PLATFORMS=cpu`.
 
 import functools
 import importlib.util
+import math
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental import topologies
 
 from pallas_kernels import registry
@@ -77,11 +80,40 @@ def device(part: Part) -> Any:
     return topologies.get_topology_desc("1x1x1", platform="cuda", target_config=config, topology="1x1x1").devices[0]
 
 
+def _mesh(part: Part) -> jax.sharding.Mesh:
+    return jax.sharding.Mesh(np.array([device(part)]), ("part",))
+
+
+def tpu_info(part: Part) -> Any:
+    """Pallas' figures for a TPU: sizes, bytes and operations per second, each of one core."""
+    from jax.experimental.pallas import tpu as pltpu
+
+    with jax.sharding.use_abstract_mesh(_mesh(part).abstract_mesh):
+        return pltpu.get_tpu_info()
+
+
 def compile_for(
     part: Part, function: Callable[..., Any], *arguments: Any, donate: tuple[int, ...] = ()
 ) -> jax.stages.Compiled:
     """Compile `function` for the part. Arguments are `jax.ShapeDtypeStruct`s; `donate` numbers those to be donated."""
-    place = jax.sharding.SingleDeviceSharding(device(part))
+    mesh = _mesh(part)
+    place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     placed = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place) for x in arguments]
-    with registry.target(part.platform):
+    # Pallas asks the mesh which device it compiles for.
+    with registry.target(part.platform), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         return jax.jit(function, donate_argnums=donate).lower(*placed).compile()
+
+
+_PREFETCH = re.compile(r"copy-start[.\d]* = \((\w+?)(\d+)\[([\d,]+)\]\{[^}]*S\(1\)\}")
+
+
+def hbm_bytes(compiled: jax.stages.Compiled) -> int:
+    """Bytes that a TPU program moves between HBM and the cores.
+
+    XLA's cost analysis, less the times it counts an operand that is fetched into VMEM ahead of a kernel: at the
+    beginning and at the end of the copy, read and written, besides where the kernel reads it.
+    """
+    counted = int((compiled.cost_analysis() or {})["bytes accessed"])
+    for _, bits, shape in _PREFETCH.findall(compiled.as_text() or ""):
+        counted -= 4 * int(bits) // 8 * math.prod(map(int, shape.split(",")))
+    return counted

@@ -33,6 +33,6 @@ def gated_delta(
     slots = (layer, read_slots, write_slots, lengths)
     if q.shape[1] > 1:
         return tpu_prefill.prefill(q, k, v, log_decay, beta, state, *slots, interpret=interpret)
-    token = (x[:, 0] for x in (q, k, v, log_decay, beta))
+    token = (q[:, 0], k[:, 0], v[:, 0], log_decay[:, 0], beta[:, 0])
     out, state = tpu_decode.decode(*token, state, *slots, interpret=interpret)
     return out[:, None], state

@@ -7,8 +7,8 @@ As in `xla.py`, for a chunk of C tokens that starts at state S: with kk[t, i] = 
 Every step is taken for all heads before the next one: a product's result comes long after it was asked for, and the
 other heads fill the time.
 
-A sublane tile has 8 rows. Steps over blocks of fewer rows shift rows within a tile and mask; steps over whole tiles take
-only the rows that matter.
+A sublane tile has 8 rows. Steps over blocks of fewer rows shift rows within a tile and mask; steps over whole tiles
+take only the rows that matter.
 """
 
 import jax
@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int
 
 CHUNK = 64
 # Halves of the blocks that are doubled: within a sublane tile, and of whole tiles.
+_TILE = 8
 _SMALL, _LARGE = (1, 2, 4), (8, 16, 32)
 
 
@@ -120,7 +121,7 @@ def _products_per_channel(
         near = jnp.where(right, before, after)
         both = dot(jnp.concatenate([k * near, q * near], axis=1), k * near, (2, 2))
         kk, qk = jnp.where(corner, both[:, :CHUNK], kk), jnp.where(corner, both[:, CHUNK:], qk)
-        sibling = jnp.where(right, pltpu.roll(total, half, 1), pltpu.roll(total, CHUNK - half, 1))
+        sibling = jnp.where(right, _rolled(total, half), _rolled(total, _TILE - half))
         before, after = jnp.where(right, before * sibling, before), jnp.where(right, after, after * sibling)
         total = total * sibling
     for half in _LARGE:
@@ -135,6 +136,11 @@ def _products_per_channel(
         before = _joined(_left(before, half), _right(before, half) * last_left, half)
         after = _joined(_left(after, half) * last_right, _right(after, half), half)
     return kk, qk, before, after
+
+
+def _rolled(x: Float[Array, "h C d"], rows: int) -> Float[Array, "h C d"]:
+    """Each tile's rows moved on by so many, around the tile."""
+    return pltpu.roll(x.reshape(-1, _TILE, x.shape[2]), rows, 1).reshape(x.shape)
 
 
 def _corner(token: Int[Array, "1 C C"], other: Int[Array, "1 C C"], half: int):

@@ -1,8 +1,8 @@
 """Chunks of tokens through the gated delta rule on TPU, with the state in VMEM from the first chunk to the last.
 
-The grid is rows x blocks of value heads x chunks, chunks innermost. A row's states are fetched from its read slot at its
-first chunk and go to its write slot after its last; in between they stay where they are, transposed, so that decays
-run along lanes. Chunks beyond a row's length are neither fetched nor computed.
+The grid is rows x blocks of value heads x chunks, chunks innermost. A row's states are fetched from its read slot at
+its first chunk and go to its write slot after its last; in between they stay where they are, transposed, so that
+decays run along lanes. Chunks beyond a row's length are neither fetched nor computed.
 
 The maths is that of `xla.py`: decays are products of numbers at most 1, or exponentials of a sum over just their own
 tokens. Products take bfloat16 factors where q came as bfloat16, else float32 ones; sums and states are float32.
@@ -21,7 +21,7 @@ from pallas_kernels.gated_delta import tpu_chunk
 CHUNK = tpu_chunk.CHUNK
 
 # States of one grid step, in and out, are in VMEM twice each, and once more to be computed on.
-BLOCK_BYTES = 1 << 19
+BLOCK_BYTES = 1 << 20
 
 
 def heads_per_block(value_heads: int, groups: int, state_bytes: int) -> int:
@@ -113,6 +113,13 @@ def prefill(
         ],
         input_output_aliases={9: 1},
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * v.size * (2 * CHUNK + 3 * key_dim),
+            transcendentals=log_decay.size,
+            bytes_accessed=2 * batch * value_heads * key_dim * value_dim * state.dtype.itemsize
+            + sum(x.size * x.dtype.itemsize for x in (q, k, v, log_decay, beta))
+            + v.size * 4,
+        ),
         interpret=interpret,
         name="gated_delta_prefill",
     )(

@@ -1,0 +1,108 @@
+"""Published models' shapes for each operator with a kernel: what is compiled ahead of time, and counted.
+
+Arguments are laid out as layers have them, the heads of a token side by side, so that what a compiler makes of a case
+is what it makes of a model.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.gated_delta import gated_delta, tpu_decode, tpu_prefill
+
+LAYERS = 2
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call of an operator.
+
+    `donate` is the number of the state argument. `steps` are the kernel's grid steps, `edges` how often its first and
+    last steps of a row come up, `fewest_bytes` what any kernel must read and write, `multiply_adds` those of the
+    matrix products that the computation needs.
+    """
+
+    operator: str
+    model: str
+    form: str
+    function: Callable[..., Any]
+    arguments: tuple[jax.ShapeDtypeStruct, ...]
+    donate: int
+    tokens: int
+    steps: int
+    edges: int
+    fewest_bytes: int
+    multiply_adds: int
+
+
+@dataclass(frozen=True)
+class DeltaModel:
+    """Key heads, value heads, head width, and whether decay is per key channel (KDA) or per head (Gated DeltaNet)."""
+
+    key_heads: int
+    value_heads: int
+    per_channel: bool
+    dim: int = 128
+
+
+DELTA_MODELS = {
+    "Kimi Linear 48B": DeltaModel(32, 32, True),
+    "Kimi Linear 48B, a chip of 8": DeltaModel(4, 4, True),
+    "Qwen3-Next 80B": DeltaModel(16, 32, False),
+    "Qwen3.5, 16 value heads": DeltaModel(16, 16, False),
+    "Qwen3.5, 64 value heads": DeltaModel(16, 64, False),
+}
+DECODE_BATCHES = (1, 64, 256)
+PREFILL_TOKENS = 2048
+
+
+def gated_delta_case(name: str, batch: int, tokens: int, dtype: Any = jnp.bfloat16) -> Case:
+    """One call of `gated_delta` with q, k and v of this dtype, and a pool of two layers and two slots to spare."""
+    model = DELTA_MODELS[name]
+    heads, dim = model.value_heads, model.dim
+
+    def array(*shape, dtype=jnp.float32):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    keys, rows = array(batch, tokens, model.key_heads * dim, dtype=dtype), array(batch, dtype=jnp.int32)
+    inputs = (
+        keys, keys, array(batch, tokens, heads * dim, dtype=dtype),
+        array(batch, tokens, heads * (dim if model.per_channel else 1)), array(batch, tokens, heads),
+    )  # fmt: skip
+    state = array(LAYERS, batch + 2, heads, dim, dim)
+    moved = 2 * batch * heads * dim * dim + batch * tokens * heads * dim
+    groups = heads // model.key_heads
+    if tokens == 1:
+        blocks = heads // tpu_decode.heads_per_block(heads, groups, dim * dim * 4)
+        steps, edges, multiply_adds = batch * blocks, 0, 0
+    else:
+        chunk = tpu_prefill.CHUNK
+        blocks = heads // tpu_prefill.heads_per_block(heads, groups, dim * dim * 4)
+        edges = batch * blocks
+        steps = edges * -(-tokens // chunk)
+        # A token, with half a chunk of others before it on average: k and q against keys, the solution and the output
+        # from values; and k and q against the state, and k's outer product.
+        multiply_adds = batch * tokens * heads * dim * (2 * chunk + 3 * dim)
+    return Case(
+        "gated_delta", name, "decode" if tokens == 1 else "prefill", _flat_gated_delta,
+        (*inputs, state, array(dtype=jnp.int32), rows, rows, rows), 5, batch * tokens, steps, edges,
+        4 * moved + sum(x.size * x.dtype.itemsize for x in inputs), multiply_adds,
+    )  # fmt: skip
+
+
+def _flat_gated_delta(q, k, v, log_decay, beta, state, *slots):
+    dim = state.shape[-1]
+    q, k, v = (x.reshape(*x.shape[:2], -1, dim) for x in (q, k, v))
+    if log_decay.shape != beta.shape:
+        log_decay = log_decay.reshape(v.shape)
+    out, state = gated_delta(q, k, v, log_decay, beta, state, *slots)
+    return out.reshape(*out.shape[:2], -1), state
+
+
+def tpu_cases() -> list[Case]:
+    """What the TPU kernels are counted on."""
+    forms = [(batch, 1) for batch in DECODE_BATCHES] + [(1, PREFILL_TOKENS)]
+    return [gated_delta_case(name, *form) for name in DELTA_MODELS for form in forms]
