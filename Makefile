@@ -5,7 +5,7 @@ STAMP := $(VENV)/.installed-
 TRACES ?=
 OUT ?= replay-report
 
-.PHONY: replay test golden lint slow aot clean
+.PHONY: replay test golden mesh lint slow aot clean
 
 $(STAMP)run: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -31,6 +31,9 @@ test: $(STAMP)dev
 
 golden: $(STAMP)dev
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m golden $(ARGS)
+
+mesh: $(STAMP)dev
+	XLA_FLAGS=--xla_force_host_platform_device_count=8 $(BIN)/python -m pytest -m mesh tests/parallel $(ARGS)
 
 slow: $(STAMP)dev
 	$(BIN)/python -m pytest -m slow $(ARGS)
