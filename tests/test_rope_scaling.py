@@ -47,3 +47,18 @@ def test_a_saved_model_keeps_it(stretched: jh.Model, tmp_path: Path) -> None:
     again = jh.load_model(tmp_path / "saved")
     assert again.config == stretched.config
     np.testing.assert_array_equal(jh.forward(again, IDS), jh.forward(stretched, IDS))
+
+
+def test_dynamic_scaling_equals_the_reference_token_by_token() -> None:
+    """The reference decodes from an empty cache; here all positions at once give the same, and so does a cache."""
+    with np.load(GOLDEN / "golden.npz") as arrays:
+        ids, expected = arrays["dynamic_ids"], arrays["dynamic_logits"]
+    scaling = {"rope_type": "dynamic", "factor": 3.0, "original_max_position_embeddings": 48}
+    model = jh.load_model(GOLDEN, rope_scaling=scaling)
+    assert model.config.max_position_embeddings == 144
+    np.testing.assert_allclose(jh.forward(model, ids), expected, atol=1e-4 * expected.std())
+    engine = jh.Engine(model, jh.EngineConfig(max_sequences=1, max_tokens=256, prefill_chunks=(37,)))
+    engine.prefill(ids[:90]).release()
+    again = engine.prefill(ids)
+    assert again.reuse.resumed == 90
+    np.testing.assert_allclose(again.logits(), expected[-1], atol=1e-4 * expected.std())

@@ -1,5 +1,7 @@
 """Tiny Mistrals: a window on every layer, and none."""
 
+from typing import Any
+
 from golden import Config, Golden
 
 _MISTRAL: Config = {
@@ -42,4 +44,28 @@ _B: Config = _MISTRAL | {
     "vocab_size": 107,
 }
 
-GOLDENS = {"mistral_a": Golden(_A), "mistral_b": Golden(_B, shards=2)}
+
+def decode_with_dynamic_scaling(model: Any, config: Config, seed: int) -> dict[str, Any]:
+    """dynamic_ids [130] and the logits [130,V] of decoding them one by one: three times 48 positions by dynamic NTK."""
+    import torch
+
+    vocabulary = config["vocab_size"]
+    scaled = type(model.config).from_dict(
+        config | {"max_position_embeddings": 48, "rope_scaling": {"factor": 3.0, "type": "dynamic"}}
+    )
+    stretched = type(model)._from_config(scaled, attn_implementation="eager", dtype=torch.float32).eval()
+    stretched.load_state_dict(model.state_dict())
+    ids = torch.randint(3, vocabulary, (130,), generator=torch.Generator().manual_seed(seed))
+    cache, logits = None, []
+    with torch.no_grad():
+        for token in ids:
+            made = stretched(token[None, None], cache=cache, use_cache=True)
+            cache = made.cache
+            logits.append(made.logits[0, 0])
+    return {"dynamic_ids": ids.int().numpy(), "dynamic_logits": torch.stack(logits).numpy()}
+
+
+GOLDENS = {
+    "mistral_a": Golden(_A),
+    "mistral_b": Golden(_B, shards=2, further=decode_with_dynamic_scaling),
+}
