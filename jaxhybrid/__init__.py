@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from jaxhybrid.engine.sequence import Mark as Mark
     from jaxhybrid.engine.sequence import Reuse as Reuse
     from jaxhybrid.engine.sequence import Sequence as Sequence
+    from jaxhybrid.media import Media as Media
     from jaxhybrid.model import Model as Model
     from jaxhybrid.model import forward as forward
     from jaxhybrid.model import load_model as load_model
@@ -22,6 +23,7 @@ _HOME = {
     "EngineConfig": "engine.config",
     "Generation": "engine.sequence",
     "Mark": "engine.sequence",
+    "Media": "media",
     "Model": "model",
     "Retention": "cache.retention",
     "Reuse": "engine.sequence",

@@ -20,10 +20,14 @@ from jaxhybrid.checkpoint.fingerprint import config_fingerprint, weights_fingerp
 from jaxhybrid.checkpoint.orbax_folder import OrbaxFolder, is_orbax_folder, save_orbax
 from jaxhybrid.checkpoint.safetensors_folder import CheckpointFolder, read_config
 from jaxhybrid.config import ModelConfig
-from jaxhybrid.errors import TokenError
+from jaxhybrid.errors import ConfigError, TokenError
 from jaxhybrid.generation import GENERATION_CONFIG, GenerationDefaults, read_generation_defaults
+from jaxhybrid.image_patches import PREPROCESSOR_CONFIG, PatchRule
 from jaxhybrid.layers.context import Execution
 from jaxhybrid.layers.decoder import Decoder, abstract_decoder
+from jaxhybrid.layers.step import MediaInputs
+from jaxhybrid.layers.vision import frame_inputs
+from jaxhybrid.media import Frame, Media, place, rope_positions
 from jaxhybrid.models import family_of, translate
 from jaxhybrid.models.rope_keys import with_rope_scaling
 from jaxhybrid.models.weight_table import WeightTable
@@ -44,6 +48,7 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "special_tokens_map.json",
     GENERATION_CONFIG,
+    PREPROCESSOR_CONFIG,
 )
 FORWARD_CHUNK = 512  # tokens per program call of `forward`: bounds its activations, not its length
 FORWARD_PAGE = 128  # a multiple of the tokens that share an entry in any published model
@@ -119,6 +124,24 @@ class Model:
         return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.parameters))
 
     @cached_property
+    def patch_rule(self) -> PatchRule:
+        """How this model's images and videos are made of pixels: `jaxhybrid.image_patches`. Raises ConfigError."""
+        if self.config.vision is None:
+            raise ConfigError(f"{self.path}: the model takes text alone, it has no vision tower")
+        return PatchRule.from_folder(self.path, self.config.vision)
+
+    def embed_frame(self, frame: Frame) -> Float[Array, "n D"]:
+        """The vision tower's embeddings of a still, one for each of its placeholders."""
+        assert self.config.vision is not None
+        inputs = frame_inputs(frame.patches, frame.height, frame.width, self.config.vision)
+        tokens = len(frame.patches) // self.config.vision.patches_per_token
+        return self._tower(self.parameters, inputs)[:tokens]
+
+    @cached_property
+    def _tower(self):
+        return jax.jit(lambda parameters, frame: nnx.merge(self.graph, parameters).visual(frame))
+
+    @cached_property
     def _chunk_logits(self):
         shardings = (None, self.pool_shardings)
         return jax.jit(partial(_chunk_logits, self.graph), donate_argnums=1, out_shardings=shardings)
@@ -191,9 +214,15 @@ def check_tokens(token_ids: Sequence[int] | Int[np.ndarray, " T"], config: Model
     return ids.astype(np.int32)
 
 
-def forward(model: Model, token_ids: Sequence[int] | Int[np.ndarray, " T"]) -> Float[Array, "T V"]:
-    """Logits [T, vocab], float32, of the token after each position; no cache is kept. Raises TokenError."""
+def forward(
+    model: Model, token_ids: Sequence[int] | Int[np.ndarray, " T"], media: Sequence[Media] = ()
+) -> Float[Array, "T V"]:
+    """Logits [T, vocab], float32, of the token after each position; no cache is kept.
+
+    `media`: images and videos, in the order of their placeholders. Raises TokenError.
+    """
     ids = check_tokens(token_ids, model.config)
+    inputs = _media_inputs(model, ids, media)
     chunk = min(FORWARD_CHUNK, max(16, 1 << (ids.size - 1).bit_length()))
     pages = -(-ids.size // FORWARD_PAGE) + -(-chunk // FORWARD_PAGE)
     pages = 1 << (pages - 1).bit_length()
@@ -203,14 +232,35 @@ def forward(model: Model, token_ids: Sequence[int] | Int[np.ndarray, " T"]) -> F
     for start in range(0, ids.size, chunk):
         part = ids[start : start + chunk]
         address = BatchAddress(jnp.full(1, start), jnp.full(1, part.size), table, slot, slot)
-        scores, pool = model._chunk_logits(model.parameters, pool, np.pad(part, (0, chunk - part.size))[None], address)
+        tokens = np.pad(part, (0, chunk - part.size))[None]
+        seen = None if inputs is None else inputs.window(start, chunk)
+        scores, pool = model._chunk_logits(model.parameters, pool, tokens, address, seen)
         logits.append(scores[0, : part.size])
     return jnp.concatenate(logits)
 
 
+def _media_inputs(model: Model, ids: Int[np.ndarray, " T"], media: Sequence[Media]) -> MediaInputs | None:
+    """Of one row with all of the tokens; None without images."""
+    placed = place(ids, media, model.config.vision)
+    if not placed:
+        return None
+    embeddings = np.zeros((ids.size, model.config.hidden_size), jnp.dtype(model.dtypes.cache))
+    present = np.zeros(ids.size, np.bool_)
+    for each in placed:
+        where = slice(each.span.start, each.span.start + each.span.size)
+        embeddings[where], present[where] = model.embed_frame(each.frame), True
+    positions = rope_positions(ids.size, [each.span for each in placed])[0]
+    return MediaInputs(jnp.asarray(embeddings[None]), jnp.asarray(present[None]), jnp.asarray(positions[:, None]))
+
+
 def _chunk_logits(
-    graph: nnx.GraphDef, parameters: nnx.State, pool: PoolArrays, tokens: Int[Array, "1 C"], address: BatchAddress
+    graph: nnx.GraphDef,
+    parameters: nnx.State,
+    pool: PoolArrays,
+    tokens: Int[Array, "1 C"],
+    address: BatchAddress,
+    media: MediaInputs | None,
 ) -> tuple[Float[Array, "1 C V"], PoolArrays]:
     decoder: Decoder = nnx.merge(graph, parameters)
-    outputs, pool = decoder.trunk(tokens, pool, address)
+    outputs, pool = decoder.trunk(tokens, pool, address, media)
     return decoder.logits(outputs), pool

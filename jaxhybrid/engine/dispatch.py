@@ -1,6 +1,7 @@
 """Turns reservations into the arrays a compiled program takes."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 
 import jax.numpy as jnp
@@ -13,8 +14,17 @@ from jaxhybrid.state.pool import NULL_PAGE, NULL_SLOT, Reservation
 DISPATCH_TOKENS = 32  # what starting a program costs, in tokens of prefill
 
 
-def address_of(steps: Sequence[Reservation], lengths: Sequence[int], rows: int, width: int) -> BatchAddress:
-    """The address of a batch, padded to `rows` with null slots and pages; `width` pages a row."""
+def address_of(
+    steps: Sequence[Reservation],
+    lengths: Sequence[int],
+    rows: int,
+    width: int,
+    offsets: Sequence[int] | None = None,
+) -> BatchAddress:
+    """The address of a batch, padded to `rows` with null slots and pages; `width` pages a row.
+
+    `offsets`: of positions from token indices, for a model that takes images.
+    """
     table = np.full((rows, width), NULL_PAGE, np.int32)
     columns = np.zeros((4, rows), np.int32)
     columns[2:] = NULL_SLOT
@@ -22,7 +32,10 @@ def address_of(steps: Sequence[Reservation], lengths: Sequence[int], rows: int, 
         table[row, : len(step.pages)] = step.pages
         columns[:, row] = step.base.length, length, step.base.slot, step.write_slot
     starts, lengths_array, read_slots, write_slots = columns
-    return BatchAddress(*map(jnp.asarray, (starts, lengths_array, table, read_slots, write_slots)))
+    address = BatchAddress(*map(jnp.asarray, (starts, lengths_array, table, read_slots, write_slots)))
+    if offsets is None:
+        return address
+    return replace(address, offsets=jnp.asarray([*offsets, *[0] * (rows - len(offsets))], jnp.int32))
 
 
 def page_copies(steps: Sequence[Reservation]) -> tuple[Int32[np.ndarray, " N"], Int32[np.ndarray, " N"]] | None:

@@ -12,6 +12,7 @@ from jaxhybrid.cache.prefix_index import Checkpoint
 from jaxhybrid.engine.config import EngineConfig
 from jaxhybrid.engine.dispatch import address_of, chunk_plan
 from jaxhybrid.engine.job import Job
+from jaxhybrid.engine.media_memory import ChunkRow, Keys
 from jaxhybrid.engine.memory import StateMemory
 from jaxhybrid.engine.programs import Programs
 from jaxhybrid.engine.sampling import Sampling, SamplingControls, SamplingMode
@@ -28,7 +29,10 @@ from jaxhybrid.errors import (
     ReleasedError,
     TokenError,
 )
+from jaxhybrid.layers.step import MediaInputs
+from jaxhybrid.media import Media
 from jaxhybrid.model import Model, check_tokens
+from jaxhybrid.state.batch import BatchAddress
 from jaxhybrid.state.pool import Bundle, Reservation
 
 TokenIds = Several[int] | Int[np.ndarray, " n"]
@@ -55,19 +59,24 @@ class Engine:
         branch: str = "main",
         turn_start: int | None = None,
         message_start: int | None = None,
+        media: Several[Media] = (),
     ) -> Sequence:
         """A new sequence of these tokens, computed from the longest complete prefix known to the tenant.
 
         `turn_start`: how many of them come before the generation prompt, if that is known; a checkpoint is kept there.
         `message_start`: likewise before the last message; worth giving on the first call of a run or sub-agent, for
-        others that begin as it does.
+        others that begin as it does. `media`: images and videos, in the order of their placeholders among the tokens
+        (see `jaxhybrid.media`); a prefix is the same only if its images are.
         Raises TokenError for bad ids or too many, CapacityError if the pool can't hold them; the engine goes on.
         """
-        return self._finish(self.submit(token_ids, tenant, trajectory, branch, turn_start, message_start)).sequence
+        prompt = self.submit(token_ids, tenant, trajectory, branch, turn_start, message_start, media=media)
+        return self._finish(prompt).sequence
 
-    def extend(self, sequence: Sequence, token_ids: TokenIds) -> Sequence:
+    def extend(self, sequence: Sequence, token_ids: TokenIds, media: Several[Media] = ()) -> Sequence:
         """Appends tokens without sampling, such as a tool's result. Errors as `prefill`; the sequence is as it was."""
-        self._finish(self._queue(Job(sequence, self._checked(token_ids, sequence.length))))
+        keys, frames = self._memory.media.keyed(self._checked(token_ids, sequence.length), media)
+        sequence._frames |= frames
+        self._finish(self._queue(Job(sequence, keys)))
         return sequence
 
     def score(self, sequence: Sequence, token_ids: TokenIds) -> Float[np.ndarray, " n"]:
@@ -112,7 +121,9 @@ class Engine:
 
     def resume(self, mark: Mark, trajectory: str | None = None, branch: str = "main") -> Sequence:
         """A new sequence that goes on from a retained bundle. Raises ReleasedError if it was evicted or deleted."""
-        return self._memory.resume(self, mark._checkpoint, trajectory, branch)
+        sequence = self._memory.resume(self, mark._checkpoint, trajectory, branch)
+        sequence._frames = dict(mark._frames)
+        return sequence
 
     def delete(self, trajectory: str | None = None, tenant: str | None = None) -> int:
         """Forgets checkpoints and known paths of a trajectory or tenant, and releases its live sequences.
@@ -139,6 +150,7 @@ class Engine:
         sampling: Sampling | None = None,
         forced: TokenIds | None = None,
         scored: TokenIds | None = None,
+        media: Several[Media] = (),
     ) -> Job:
         """Queues a prompt, and a continuation if `sampling` is given; `step` works on it.
 
@@ -150,9 +162,11 @@ class Engine:
             if start is not None and not 0 <= start <= tokens.size:
                 raise TokenError(f"{name} must be 0 to {tokens.size}, got {start}")
         response, targets = (None if ids is None else self._checked(ids, tokens.size) for ids in (forced, scored))
+        keys, frames = self._memory.media.keyed(tokens, media)
         sequence = self._memory.new_sequence(self, tenant, trajectory, branch)
+        sequence._frames = frames
         job = Job(
-            sequence, tokens, sampling, response, targets,
+            sequence, keys, sampling, response, targets,
             turn_start=turn_start, message_start=message_start, fresh=True,
         )  # fmt: skip
         return self._queue(job)
@@ -183,7 +197,7 @@ class Engine:
 
     def warm_up(self, rows: Several[int] = (1,), modes: Several[Sampling] = (Sampling(),), score: bool = False) -> None:
         """Compiles the programs for these batch sizes and kinds of sampling, and for `score`, on padding only."""
-        address = address_of([], [], 1, self._memory.table_width)
+        address = self._address([], [], [], 1)
         for chunk in self.config.prefill_chunks:
             tokens = np.zeros((1, chunk), np.int32)
             self._memory.run(partial(self._programs.prefill, tokens=tokens, address=address))
@@ -199,7 +213,7 @@ class Engine:
         counts = np.zeros((2, rows, self.model.config.vocab_size), np.int32)
         decode = partial(
             self._programs.decode,
-            address=address_of([], [], rows, self._memory.table_width),
+            address=self._address([], [], [], rows),
             mode=mode,
             budget=np.zeros(rows, np.int32),
             forced=np.full((rows, self.config.steps_per_dispatch), -1, np.int32),
@@ -250,15 +264,16 @@ class Engine:
         rows = self.config.bucket(len(jobs)) if self.config.prefill_rows > 1 else 1
         tokens = np.zeros((rows, chunk), np.int32)
         for row, job in enumerate(jobs):
-            tokens[row, : lengths[row]] = job.pending[: lengths[row]]
-        address = address_of(steps, lengths, rows, self._memory.table_width)
+            tokens[row, : lengths[row]] = self._token_ids(job.pending[: lengths[row]])
+        address = self._address(jobs, steps, lengths, rows)
         started = time.perf_counter()
         if turn.kind == "score":
             log_probs = self._memory.run_for(steps, lambda pool: self._programs.score(pool, tokens, address))
             for job, row, length in zip(jobs, np.asarray(log_probs), lengths, strict=True):
                 job.scores += row[:length].tolist()
         else:
-            self._memory.run_for(steps, lambda pool: (None, self._programs.prefill(pool, tokens, address)))
+            media = self._media_inputs(jobs, lengths, tokens.shape)
+            self._memory.run_for(steps, lambda pool: (None, self._programs.prefill(pool, tokens, address, media)))
             self._memory.wait()
         took = time.perf_counter() - started
         self._memory.events.prefill_dispatches += 1
@@ -309,7 +324,7 @@ class Engine:
         stop_width = max([STOP_WIDTH, *(len(option.stop_token_ids) for option in options)])
         controls = SamplingControls.of(options, rows, stop_width)
         counts = self._counts(jobs, rows) if mode.penalised else None
-        address = address_of(steps, [0] * len(steps), rows, self._memory.table_width)
+        address = self._address(jobs, steps, [0] * len(steps), rows)
         started = time.perf_counter()
         output = self._memory.run_for(
             steps, lambda pool: self._programs.decode(pool, address, mode, budget, forced, controls, counts)
@@ -337,6 +352,23 @@ class Engine:
         return [self._complete(job) for job in finished] + self._after_prompt(
             [job for job in jobs if job.phase == "prefill" and not job.pending.size]
         )
+
+    def _address(
+        self, jobs: Several[Job], steps: Several[Reservation], lengths: Several[int], rows: int
+    ) -> BatchAddress:
+        seeing = self.model.config.vision is not None
+        offsets = [self._memory.media.offset(job.sequence._keys) for job in jobs] if seeing else None
+        return address_of(steps, lengths, rows, self._memory.table_width, offsets)
+
+    def _media_inputs(self, jobs: Several[Job], lengths: Several[int], shape: tuple[int, int]) -> MediaInputs | None:
+        if self.model.config.vision is None:
+            return None
+        rows = []
+        for job, length in zip(jobs, lengths, strict=True):
+            sequence = job.sequence
+            keys = np.concatenate([sequence._keys, job.pending[:length]])
+            rows.append(ChunkRow(keys, sequence.length, sequence._frames))
+        return self._memory.media.inputs(rows, shape)
 
     def _counts(self, jobs: Several[Job], rows: int) -> tuple[np.ndarray, np.ndarray]:
         vocab = self.model.config.vocab_size
@@ -408,12 +440,15 @@ class Engine:
         slots = np.array([sequence.bundle.slot], np.int32)
         return np.asarray(self._memory.read(lambda pool: self._programs.read_logits(pool, slots)))[0]
 
+    def _token_ids(self, keys: Keys) -> Keys:
+        return self._memory.media.token_ids(keys)
+
     def _fork(self, sequence: Sequence, branch: str | None) -> Sequence:
         return self._memory.fork(self, sequence, branch)
 
     def _mark(self, sequence: Sequence, pin: bool) -> Mark:
         self._must_have_tokens(sequence)
-        return Mark(self, self._memory.keep(sequence, "asked_for", pin), pin)
+        return Mark(self, self._memory.keep(sequence, "asked_for", pin), pin, sequence._frames)
 
     def _unpin(self, checkpoint: Checkpoint[Bundle]) -> None:
         self._memory.index.unpin(checkpoint)

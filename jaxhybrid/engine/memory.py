@@ -19,6 +19,7 @@ from jaxhybrid.engine.dispatch import page_copies
 from jaxhybrid.engine.identity import schema_of
 from jaxhybrid.engine.job import Job
 from jaxhybrid.engine.lineage import Divergence, Lineage
+from jaxhybrid.engine.media_memory import MediaMemory
 from jaxhybrid.engine.poison import poison_freed
 from jaxhybrid.engine.programs import Programs
 from jaxhybrid.engine.sequence import LimitedBy, Reuse, Sequence
@@ -52,6 +53,7 @@ class StateMemory:
         self.events = EventCounters()
         self._tokens = TokenCounters()
         self._by_trajectory: dict[str, TokenCounters] = {}
+        self.media = MediaMemory(model)
         self._lineage = Lineage()
         self._identities: dict[str, str] = {}
         self._live: dict[int, Sequence] = {}
@@ -100,7 +102,8 @@ class StateMemory:
         child = Sequence(
             engine, self.pool.retain(sequence.bundle), sequence.tenant, sequence.trajectory, branch or sequence.branch
         )
-        child._append(sequence.tokens, sequence.bundle)
+        child._append(sequence._keys, sequence.bundle)
+        child._frames = dict(sequence._frames)
         self._live[id(child)] = child
         self.events.forks += 1
         return child
@@ -178,7 +181,8 @@ class StateMemory:
         differing = None
         if divergence is not None:
             limited_by = divergence.kind
-            differing = (divergence.position, divergence.expected, divergence.got)
+            expected, got = self.media.token_ids(np.array([divergence.expected, divergence.got], np.int32)).tolist()
+            differing = (divergence.position, expected, got)
         elif matched == 0:
             limited_by = "cold"
         elif matched > resumed:
@@ -236,7 +240,7 @@ class StateMemory:
         # A copy, so that a payload already there is told from this one even where both name the same memory.
         held = dataclasses.replace(self.pool.retain(sequence.bundle))
         checkpoint = self.index.attach(
-            self.identity(sequence.tenant), sequence.tokens, held, kind,
+            self.identity(sequence.tenant), sequence._keys, held, kind,
             pinned=pin, trajectory=sequence.trajectory, tenant=sequence.tenant,
         )  # fmt: skip
         if checkpoint.payload is held:
@@ -248,7 +252,7 @@ class StateMemory:
     def rewind(self, job: Job, kept: int) -> None:
         """Back to the prompt and the first `kept` tokens made: state of later tokens is let go, the rest recomputed."""
         sequence = job.sequence
-        target = sequence.tokens[: job.prompt_length + kept]
+        target = sequence._keys[: job.prompt_length + kept]
         job.made, job.log_probs, job.finish_reason = job.made[:kept], job.log_probs[:kept], "stop"
         if target.size == sequence.length:
             return
@@ -258,7 +262,7 @@ class StateMemory:
             if base is not None:
                 self.pool.release(base)
             base = self.pool.retain(EMPTY)
-        sequence._tokens = target[:0]
+        sequence._keys = target[:0]
         sequence._append(target[: base.length], base)
         job.pending, job.phase = target[base.length :], "prefill"
 
@@ -268,11 +272,11 @@ class StateMemory:
         if sequence.length:
             self.keep(sequence, "preempted", pin=False)
         self._drop_anchor(job)
-        job.pending, job.opened = np.concatenate([sequence.tokens, job.pending]), False
+        job.pending, job.opened = np.concatenate([sequence._keys, job.pending]), False
         if job.score:  # scored anew from the prompt's end, so that no token is scored twice, nor one of the prompt
             job.pending, job.score, job.scores = job.pending[: job.prompt_length], False, []
         self.pool.release(sequence.bundle)
-        sequence._bundle, sequence._tokens = self.pool.retain(EMPTY), sequence.tokens[:0]
+        sequence._bundle, sequence._keys = self.pool.retain(EMPTY), sequence._keys[:0]
         self.events.preemptions += 1
 
     def close(self, job: Job, failed: bool) -> None:
@@ -289,10 +293,10 @@ class StateMemory:
             if made and self._config.retention.response_end:
                 self.keep(sequence, "response_end", pin=False)
             self._count_generated(sequence, made)
-        self.index.insert(self.identity(sequence.tenant), sequence.tokens)
+        self.index.insert(self.identity(sequence.tenant), sequence._keys)
         if sequence.trajectory is not None:
             turn_start = job.prompt_length if job.turn_start is None else job.turn_start
-            self._lineage.add(sequence.tenant, sequence.trajectory, sequence.branch, sequence.tokens, turn_start)
+            self._lineage.add(sequence.tenant, sequence.trajectory, sequence.branch, sequence._keys, turn_start)
 
     def _undo(self, job: Job) -> None:
         sequence, base = job.sequence, job.anchor
@@ -303,9 +307,9 @@ class StateMemory:
             if sequence._bundle is not None and job.fresh:
                 self.release(sequence)
             return
-        tokens = sequence.tokens[: base.length]
+        tokens = sequence._keys[: base.length]
         self.pool.release(sequence.bundle)
-        sequence._tokens = tokens[:0]
+        sequence._keys = tokens[:0]
         sequence._append(tokens, base)
 
     def _drop_anchor(self, job: Job) -> None:

@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxhybrid.engine.sampling import SamplingControls, SamplingMode, choose_tokens
 from jaxhybrid.layers.decoder import Decoder
+from jaxhybrid.layers.step import MediaInputs
 from jaxhybrid.model import Model
 from jaxhybrid.state.arrays import PoolArrays
 from jaxhybrid.state.batch import BatchAddress
@@ -46,11 +47,16 @@ class _Loop:
 
 
 def prefill(
-    graph: nnx.GraphDef, parameters: nnx.State, pool: PoolArrays, tokens: Int[Array, "B C"], address: BatchAddress
+    graph: nnx.GraphDef,
+    parameters: nnx.State,
+    pool: PoolArrays,
+    tokens: Int[Array, "B C"],
+    address: BatchAddress,
+    media: MediaInputs | None,
 ) -> PoolArrays:
     """Advances each row by its `address.lengths` tokens; the next token's logits go with the row's state."""
     decoder: Decoder = nnx.merge(graph, parameters)
-    outputs, pool = decoder.trunk(tokens, pool, address)
+    outputs, pool = decoder.trunk(tokens, pool, address, media)
     last = jnp.take_along_axis(outputs, jnp.maximum(address.lengths - 1, 0)[:, None, None], axis=1)[:, 0]
     return _keep_logits(pool, decoder.logits(last), address)
 
@@ -192,9 +198,16 @@ class Programs:
     def count(self) -> int:
         return len(self._compiled)
 
-    def prefill(self, pool: PoolArrays, tokens: Int[np.ndarray, "B C"], address: BatchAddress) -> PoolArrays:
+    def prefill(
+        self,
+        pool: PoolArrays,
+        tokens: Int[np.ndarray, "B C"],
+        address: BatchAddress,
+        media: MediaInputs | None = None,
+    ) -> PoolArrays:
         function = partial(prefill, self._graph)
-        return self._run(("prefill", tokens.shape), function, 1, self._pool, self._parameters, pool, tokens, address)
+        key = ("prefill", tokens.shape, media is not None)
+        return self._run(key, function, 1, self._pool, self._parameters, pool, tokens, address, media)
 
     def score(
         self, pool: PoolArrays, tokens: Int[np.ndarray, "B C"], address: BatchAddress

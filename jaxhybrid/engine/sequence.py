@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -9,7 +10,9 @@ import numpy as np
 from jaxtyping import Float, Int32
 
 from jaxhybrid.cache.prefix_index import Checkpoint
+from jaxhybrid.engine.media_memory import Keys
 from jaxhybrid.errors import ReleasedError
+from jaxhybrid.media import Frame
 from jaxhybrid.state.pool import Bundle
 
 if TYPE_CHECKING:
@@ -53,9 +56,11 @@ class Sequence:
     """A live sequence: its tokens, and the bundle of the state they left. Made by an engine; released once."""
 
     def __init__(self, engine: Engine, bundle: Bundle, tenant: str, trajectory: str | None, branch: str) -> None:
+        # Its keys (engine/media_memory.py) are what it is made of; its stills may have to be embedded once more.
         self._engine = engine
         self._bundle: Bundle | None = bundle
-        self._tokens = np.zeros(0, np.int32)
+        self._keys: Keys = np.zeros(0, np.int32)
+        self._frames: dict[int, Frame] = {}
         self.tenant, self.trajectory, self.branch = tenant, trajectory, branch
         self.reuse = Reuse()
 
@@ -68,12 +73,12 @@ class Sequence:
 
     @property
     def tokens(self) -> Int32[np.ndarray, " length"]:
-        """All tokens processed so far; read-only."""
-        return self._tokens
+        """All tokens processed so far; read-only. Images are there as their placeholders."""
+        return self._engine._token_ids(self._keys)
 
     @property
     def length(self) -> int:
-        return self._tokens.size
+        return self._keys.size
 
     def logits(self) -> Float[np.ndarray, " vocab"]:
         """Float32 scores of the next token."""
@@ -91,10 +96,10 @@ class Sequence:
         """Lets go of the state. Raises ReleasedError the second time."""
         self._engine._release(self)
 
-    def _append(self, tokens: Int32[np.ndarray, " n"], bundle: Bundle) -> None:
-        joined = np.concatenate([self._tokens, tokens])
+    def _append(self, keys: Keys, bundle: Bundle) -> None:
+        joined = np.concatenate([self._keys, keys])
         joined.setflags(write=False)
-        self._tokens, self._bundle = joined, bundle
+        self._keys, self._bundle = joined, bundle
 
     def __repr__(self) -> str:
         state = "released" if self._bundle is None else f"slot {self._bundle.slot}, {len(self._bundle.pages)} pages"
@@ -104,8 +109,11 @@ class Sequence:
 class Mark:
     """A retained bundle. Unpinned, it may be evicted when memory is short; resuming it then raises ReleasedError."""
 
-    def __init__(self, engine: Engine, checkpoint: Checkpoint[Bundle], pinned: bool) -> None:
+    def __init__(
+        self, engine: Engine, checkpoint: Checkpoint[Bundle], pinned: bool, frames: Mapping[int, Frame]
+    ) -> None:
         self._engine = engine
+        self._frames = dict(frames)
         self._checkpoint = checkpoint
         self._pinned = pinned
 

@@ -46,7 +46,7 @@ class Attention(nnx.Module):
         if spec.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         if spec.rope is not None:
-            q, k = rotate(q, step.positions, spec.rope), rotate(k, step.positions, spec.rope)
+            q, k = rotate(q, step.rope_positions, spec.rope), rotate(k, step.rope_positions, spec.rope)
         if spec.kv_copies > 1:
             k, v = (jnp.repeat(each, spec.kv_copies, axis=2) for each in (k, v))
         out, keys, values = paged_attention(

@@ -18,7 +18,7 @@ from jaxhybrid.layers.norm import RmsNorm
 from jaxhybrid.layers.parameter import parameter, with_leading_axis
 from jaxhybrid.layers.residual import ends, residual
 from jaxhybrid.layers.segments import SegmentPlan, plan_segments
-from jaxhybrid.layers.step import Step
+from jaxhybrid.layers.step import MediaInputs, Step
 from jaxhybrid.layers.vision import VisionTower
 from jaxhybrid.state.arrays import PoolArrays
 from jaxhybrid.state.batch import BatchAddress
@@ -189,17 +189,22 @@ class Decoder(nnx.Module):
         return embedded * jnp.asarray(self.config.embedding_scale, embedded.dtype)
 
     def trunk(
-        self, tokens: Int[Array, "B T"], pool: PoolArrays, address: BatchAddress
+        self, tokens: Int[Array, "B T"], pool: PoolArrays, address: BatchAddress, media: MediaInputs | None = None
     ) -> tuple[Float[Array, "B T D"], PoolArrays]:
         """Outputs after the final norm, and the pool with the rows' state advanced by their lengths."""
-        stream, pool = self.stream(tokens, pool, address)
+        stream, pool = self.stream(tokens, pool, address, media)
         return self.outputs(stream), pool
 
-    def stream(self, tokens: Int[Array, "B T"], pool: PoolArrays, address: BatchAddress) -> tuple[Stream, PoolArrays]:
+    def stream(
+        self, tokens: Int[Array, "B T"], pool: PoolArrays, address: BatchAddress, media: MediaInputs | None = None
+    ) -> tuple[Stream, PoolArrays]:
         """What flows out of the last layer, and the pool as `trunk` returns it."""
-        step = Step(tokens, address)
+        step = Step(tokens, address, media)
+        embedded = self.embed(tokens)
+        if media is not None:
+            embedded = jnp.where(media.present[..., None], media.embeddings, embedded)
         with partitioned(self.partition):
-            stream = self.ends.start(constrain(self.embed(tokens), "rows"))
+            stream = self.ends.start(constrain(embedded, "rows"))
             if handed := no_choice(self.config.layers, self.layout, pool, step):
                 pool = {**pool, HANDED_ON: handed}
             for segment in self.segments:

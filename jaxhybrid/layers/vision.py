@@ -4,13 +4,15 @@ Attention spans a frame and nothing else, so a video is its frames one by one. P
 are merged: the `spatial_merge_size` squared patches of a token, then those of the next.
 """
 
+import math
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Float32, Int, Shaped
 
 from jaxhybrid.config import VisionSpec
 from jaxhybrid.layers.linear import Linear
@@ -19,6 +21,8 @@ from jaxhybrid.layers.parameter import parameter, with_leading_axis
 
 EPS = 1e-6
 QUERY_TILE = 256  # queries whose scores over all patches are held at once
+WHOLE = (None, None)  # on a mesh every device holds all of the tower, which is small beside the decoder
+MIN_PATCHES = 64  # the least a program is compiled for
 
 
 @jax.tree_util.register_dataclass
@@ -38,6 +42,42 @@ class FrameInputs:
     count: Int[Array, ""]
 
 
+def frame_inputs(patches: Float32[np.ndarray, "n F"], height: int, width: int, spec: VisionSpec) -> FrameInputs:
+    """A still of height x width patches, padded to a power of two of at least `MIN_PATCHES`."""
+    merge, side = spec.spatial_merge_size, math.isqrt(spec.num_position_embeddings)
+    padded = max(MIN_PATCHES, 1 << (len(patches) - 1).bit_length())
+
+    def filled(values: Shaped[np.ndarray, "n *rest"]) -> Shaped[Array, "N *rest"]:
+        return jnp.asarray(np.pad(values, [(0, padded - len(values)), *[(0, 0)] * (values.ndim - 1)]))
+
+    blocks = (height // merge, merge, width // merge, merge)
+    rows, columns = (axis.reshape(blocks).swapaxes(1, 2).ravel() for axis in np.indices((height, width)))
+    # The table is stretched over the still, corners on corners, and read bilinearly.
+    lower, share = zip(*(_bilinear(axis, size, side) for axis, size in ((rows, height), (columns, width))), strict=True)
+    taps, weights = [], []
+    for down, right in np.ndindex(2, 2):
+        row, column = (np.minimum(low + step, side - 1) for low, step in zip(lower, (down, right), strict=True))
+        taps.append(row * side + column)
+        weights.append(np.abs(1 - down - share[0]) * np.abs(1 - right - share[1]))
+    return FrameInputs(
+        patches=filled(patches),
+        taps=filled(np.stack(taps, axis=-1).astype(np.int32)),
+        tap_weights=filled(np.stack(weights, axis=-1).astype(np.float32)),
+        rows=filled(rows.astype(np.int32)),
+        columns=filled(columns.astype(np.int32)),
+        count=jnp.int32(len(patches)),
+    )
+
+
+def _bilinear(
+    index: Int[np.ndarray, " n"], size: int, side: int
+) -> tuple[Int[np.ndarray, " n"], Float[np.ndarray, " n"]]:
+    """The entry below each index of a line of `size` points laid over `side` entries, and how far it is beyond it."""
+    exact = index * (side - 1) / max(size - 1, 1)
+    lower = np.floor(exact).astype(np.int64)
+    return lower, exact - lower
+
+
 class VisionBlock(nnx.Module):
     """x += W_o attend(norm x); x += W_2 gelu(W_1 norm x). All projections have biases."""
 
@@ -45,10 +85,10 @@ class VisionBlock(nnx.Module):
         width, inner = spec.hidden_size, spec.intermediate_size
         self.spec = spec
         self.norm1, self.norm2 = LayerNorm(width, EPS, dtype), LayerNorm(width, EPS, dtype)
-        self.qkv = Linear(width, 3 * width, ("heads", None), dtype, bias=True)
-        self.proj = Linear(width, width, (None, "heads"), dtype, bias=True)
-        self.linear_fc1 = Linear(width, inner, ("mlp", None), dtype, bias=True)
-        self.linear_fc2 = Linear(inner, width, (None, "mlp"), dtype, bias=True)
+        self.qkv = Linear(width, 3 * width, WHOLE, dtype, bias=True)
+        self.proj = Linear(width, width, WHOLE, dtype, bias=True)
+        self.linear_fc1 = Linear(width, inner, WHOLE, dtype, bias=True)
+        self.linear_fc2 = Linear(inner, width, WHOLE, dtype, bias=True)
 
     def __call__(
         self, x: Float[Array, "N D"], angles: Float[Array, "N half"], count: Int[Array, ""]
@@ -88,16 +128,16 @@ class VisionTower(nnx.Module):
     def __init__(self, spec: VisionSpec, dtype: DTypeLike) -> None:
         self.spec = spec
         width, merged = spec.hidden_size, spec.hidden_size * spec.patches_per_token
-        self.patch_embed = Linear(spec.patch_features, width, (None, None), dtype, bias=True)
+        self.patch_embed = Linear(spec.patch_features, width, WHOLE, dtype, bias=True)
         self.pos_embed = parameter((spec.num_position_embeddings, width), (None, None), dtype)
         self.blocks = with_leading_axis(VisionBlock(spec, dtype), spec.depth)
         self.merger_norm = LayerNorm(width, EPS, dtype)
-        self.merger_linear_fc1 = Linear(merged, merged, ("mlp", None), dtype, bias=True)
-        self.merger_linear_fc2 = Linear(merged, spec.out_hidden_size, (None, "mlp"), dtype, bias=True)
+        self.merger_linear_fc1 = Linear(merged, merged, WHOLE, dtype, bias=True)
+        self.merger_linear_fc2 = Linear(merged, spec.out_hidden_size, WHOLE, dtype, bias=True)
 
     def __call__(self, frame: FrameInputs) -> Float[Array, "n D"]:
         """Embeddings of the frame's tokens; those after the real ones are of no meaning."""
-        x = self.patch_embed(frame.patches)
+        x = self.patch_embed(frame.patches.astype(self.pos_embed.dtype))
         learned = self.pos_embed[...][frame.taps] * frame.tap_weights[..., None].astype(x.dtype)
         x = x + learned.sum(axis=1)
         angles = self._angles(frame)

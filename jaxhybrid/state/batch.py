@@ -14,7 +14,8 @@ class BatchAddress:
 
     Row b continues a sequence of `starts[b]` tokens: it reads fixed-size state from `read_slots[b]`, writes it to
     `write_slots[b]`, and finds its token-indexed state in the pages of `page_table[b]`. Slot 0 and page 0 are null:
-    they belong to padding.
+    they belong to padding. `offsets[b]`: what the images before it add to a token's index to make its position; None
+    for a model that takes none.
     """
 
     starts: Int[Array, " B"]
@@ -22,6 +23,7 @@ class BatchAddress:
     page_table: Int[Array, "B W"]
     read_slots: Int[Array, " B"]
     write_slots: Int[Array, " B"]
+    offsets: Int[Array, " B"] | None = None
 
     def positions(self, steps: int) -> Int[Array, "B T"]:
         return self.starts[:, None] + jnp.arange(steps, dtype=jnp.int32)

@@ -1,0 +1,94 @@
+"""Pixels to patches: sizes, resizing, normalising, and the order of patches."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxhybrid.config import VisionSpec
+from jaxhybrid.errors import ConfigError, TokenError
+from jaxhybrid.image_patches import PatchRule, fitted_size, image_media, patchify, resize, video_media, video_prompt
+
+GOLDENS = Path(__file__).parent / "goldens"
+RULE = PatchRule(patch_size=3, temporal_patch_size=2, merge_size=2, pixels=(72, 1296), video_pixels=(72, 2592))
+VISION = VisionSpec(1, 8, 8, 1, 3, 3, 2, 2, 8, 4, 0, 1)
+
+
+def pixels(*shape: int) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 256, shape, np.uint8)
+
+
+def test_resizing_equals_the_reference() -> None:
+    """Rounding apart: the reference's bicubic, with antialiasing, enlarging one side and shrinking the other."""
+    with np.load(GOLDENS / "qwen3_5_vl" / "golden.npz") as arrays:
+        source, expected = arrays["vl_pixels"], arrays["vl_resized"]
+    made = resize(source, *expected.shape[:2])
+    assert np.abs(made.astype(int) - expected.astype(int)).max() <= 1
+    assert (made == expected).mean() > 0.99
+    assert resize(source, *source.shape[:2]) is source
+
+
+def test_patches_lie_in_the_order_of_tokens() -> None:
+    """Against the definition, patch by patch."""
+    frames = np.random.default_rng(1).normal(size=(4, 12, 18, 3)).astype(np.float32)
+    patches = patchify(frames, RULE)
+    assert patches.shape == (2 * 4 * 6, 3 * 2 * 3 * 3)
+    number = 0
+    for still in range(2):
+        for token_row, token_column, row, column in np.ndindex(2, 3, 2, 2):
+            top, left = 3 * (2 * token_row + row), 3 * (2 * token_column + column)
+            part = frames[2 * still : 2 * still + 2, top : top + 3, left : left + 3]
+            assert np.array_equal(patches[number], part.transpose(3, 0, 1, 2).ravel())
+            number += 1
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "expected"), [(30, 18, (30, 18)), (31, 20, (30, 18)), (3, 5, (12, 12)), (60, 90, (24, 42))]
+)
+def test_sizes_are_whole_tokens_within_the_limits(height: int, width: int, expected: tuple[int, int]) -> None:
+    assert fitted_size(height, width, RULE, RULE.pixels) == expected
+
+
+def test_an_image_is_two_equal_frames() -> None:
+    image = pixels(12, 18, 3)
+    media = image_media(image, RULE)
+    assert media.grid == (1, 4, 6)
+    scaled = (image[:3, :3].astype(np.float32) / 255 - 0.5) / 0.5
+    assert np.allclose(media.patches[0].reshape(3, 2, 3, 3), scaled.transpose(2, 0, 1)[:, None], atol=1e-6)
+
+
+def test_a_video_is_its_stills() -> None:
+    frames = pixels(3, 12, 18, 3)
+    media = video_media(frames, RULE)
+    assert media.grid == (2, 4, 6)
+    assert [(frame.height, frame.width) for frame in media.frames] == [(4, 6), (4, 6)]
+    assert media.frames[0].content_hash != media.frames[1].content_hash
+    # The last frame is there twice, as an image's is.
+    assert np.array_equal(media.frames[1].patches, image_media(frames[2], RULE).patches)
+    still = "<|vision_start|><|video_pad|><|vision_end|>"
+    assert video_prompt([0.25, 1.3]) == f"<0.2 seconds>{still}<1.3 seconds>{still}"
+
+
+def test_what_is_no_image_is_refused() -> None:
+    with pytest.raises(TokenError, match="expected uint8 pixels"):
+        image_media(pixels(12, 18, 4), RULE)
+    with pytest.raises(TokenError, match="expected uint8 pixels"):
+        image_media(np.zeros((12, 18, 3), np.float32), RULE)
+    with pytest.raises(TokenError, match="at most 200 times each other, got 1 x 201 pixels"):
+        image_media(pixels(1, 201, 3), RULE)
+
+
+def test_rules_of_a_folder(tmp_path: Path) -> None:
+    assert PatchRule.from_folder(tmp_path, VISION).pixels == (65536, 16777216)
+    file = tmp_path / "preprocessor_config.json"
+    values = {
+        "size": {"shortest_edge": 99, "longest_edge": 999}, "patch_size": 3, "merge_size": 2,
+        "image_mean": [0.1, 0.2, 0.3],
+    }  # fmt: skip
+    file.write_text(json.dumps(values))
+    rule = PatchRule.from_folder(tmp_path, VISION)
+    assert (rule.pixels, rule.mean, rule.std) == ((99, 999), (0.1, 0.2, 0.3), (0.5, 0.5, 0.5))
+    file.write_text(json.dumps(values | {"patch_size": 14}))
+    with pytest.raises(ConfigError, match=r"sizes? are \(14, 2, 2\), the model's are \(3, 2, 2\)"):
+        PatchRule.from_folder(tmp_path, VISION)
