@@ -48,7 +48,7 @@ def bytes_by_kind(layout: StateLayout, slots: int, pages: int, page_size: int) -
     """Bytes of that many slots and pages, by kind of state: `recurrent`, `conv`, `logits`, `kv`, `latent`."""
     totals: dict[str, int] = {}
     for leaf in layout.leaves:
-        kind = "kv" if leaf.name in ("k", "v") else leaf.name
+        kind = "kv" if leaf.name in ("k", "v") else "conv" if leaf.name.startswith("conv") else leaf.name
         count = pages * page_size if leaf.growth == "paged" else slots
         totals[kind] = totals.get(kind, 0) + leaf.bytes * count
     return totals

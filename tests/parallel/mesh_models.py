@@ -1,0 +1,77 @@
+"""One tiny checkpoint of each kind of hybrid, with head counts that divide by 4, and none of its sizes twice."""
+
+from typing import Any
+
+KIMI: dict[str, Any] = {
+    "model_type": "kimi_linear",
+    "vocab_size": 104,
+    "hidden_size": 40,
+    "intermediate_size": 72,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "linear_attn_config": {
+        "kda_layers": [1, 2, 4],
+        "full_attn_layers": [3],
+        "num_heads": 4,
+        "head_dim": 20,
+        "short_conv_kernel_size": 4,
+    },
+    "q_lora_rank": None,
+    "kv_lora_rank": 18,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 10,
+    "mla_use_nope": True,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 16,
+    "num_experts": 8,
+    "num_experts_per_token": 2,
+    "num_shared_experts": 1,
+    "routed_scaling_factor": 1.7,
+    "rms_norm_eps": 1e-5,
+    "model_max_length": 4096,
+}
+QWEN_NEXT: dict[str, Any] = {
+    "model_type": "qwen3_next",
+    "vocab_size": 102,  # does not divide by 4: every device holds the whole embedding
+    "hidden_size": 44,
+    "intermediate_size": 72,
+    "num_hidden_layers": 3,
+    "full_attention_interval": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,  # fewer than 4 shards: each head is kept twice
+    "head_dim": 16,
+    "partial_rotary_factor": 0.5,
+    "rope_theta": 10000,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 12,
+    "linear_key_head_dim": 14,
+    "linear_value_head_dim": 10,
+    "linear_conv_kernel_dim": 3,
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 20,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [1],
+    "decoder_sparse_step": 1,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": True,
+}
+QWEN: dict[str, Any] = {
+    "model_type": "qwen3",
+    "vocab_size": 108,
+    "hidden_size": 36,
+    "intermediate_size": 76,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 10,
+    "rope_theta": 10000,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+}
+MODELS = {"kimi_linear": KIMI, "qwen3_next": QWEN_NEXT, "qwen3": QWEN}
