@@ -34,7 +34,7 @@ MODEL_TYPES = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
 
 def translate(read: ConfigReader) -> ModelConfig:
     """A published config.json as a ModelConfig. Raises ConfigError naming the key that is missing or unsupported."""
-    if "text_config" not in read:
+    if "text_config" not in read and "vision_config" not in read:
         return _text(read, None)
     text, vision = read.nested("text_config"), vision_spec(read)
     text.take("model_type", default=None)
@@ -49,8 +49,8 @@ def _text(read: ConfigReader, vision: VisionSpec | None) -> ModelConfig:
     types = layer_types(read)
     positions = read.take("max_position_embeddings")
     attention, delta = gated_attention_spec(read, positions), delta_spec(read)
-    ffn: FfnSpec = moe_spec(read) if "num_experts" in read else DenseSpec(read.take("intermediate_size"))
-    is_moe = isinstance(ffn, MoeSpec)
+    is_moe = "num_experts" in read or "moe_intermediate_size" in read
+    ffn: FfnSpec = moe_spec(read) if is_moe else DenseSpec(read.take("intermediate_size"))
     if is_moe:
         read.take("intermediate_size", default=None)  # of dense layers, which a mixture of experts has none of
     read.require("mlp_only_layers", [])

@@ -50,7 +50,7 @@ def _random(rng: np.random.Generator, name: str, shape: tuple[int, ...], neutral
     elif name.endswith(".bias"):
         value = rng.normal(0.0, 0.1, shape)
     elif len(shape) == 1:
-        plain = name.endswith(("linear_attn.norm.weight", "o_norm.weight", "a_layernorm.weight"))
+        plain = name.endswith(("linear_attn.norm.weight", "o_norm.weight", "a_layernorm.weight")) or ".visual." in name
         value = rng.normal(1.0 if plain else neutral, 0.1, shape)
     elif "embed" in name:
         value = rng.normal(size=shape)

@@ -49,12 +49,18 @@ PUBLISHED = {
     "deepseek_v32": "deepseek-v3.2",
     "glm_moe_dsa": "glm-5",
     "deepseek_v4": "deepseek-v4-flash",
+    "qwen3_5": "qwen3.5-0.8b",
+    "qwen3_5_text": "qwen3.5-0.8b",
+    "qwen3_5_moe": "qwen3.5-35b-a3b",
+    "qwen3_5_moe_text": "qwen3.5-35b-a3b",
+    "kimi_k3": "kimi-k3",
 }
 WHERE = "here/config.json"
 
 
 def published(model_type: str) -> dict:
-    return json.loads((ROOT / "configs" / f"{PUBLISHED[model_type]}.json").read_text())
+    values = json.loads((ROOT / "configs" / f"{PUBLISHED[model_type]}.json").read_text())
+    return values["text_config"] if model_type in ("qwen3_5_text", "qwen3_5_moe_text") else values
 
 
 def translate(values: dict) -> ModelConfig:
@@ -87,6 +93,9 @@ def test_every_family_has_a_published_configuration() -> None:
         ("gemma3_text", (0.9998, 0.9999)),
         ("gemma3", (3.88, 3.881)),
         ("gpt_oss", (20.9, 20.92)),
+        ("qwen3_5", (0.87, 0.878)),
+        ("qwen3_5_moe", (35.9, 36.0)),
+        ("kimi_k3", (2770, 2790)),
     ],
 )
 def test_a_published_configuration_has_the_published_number_of_parameters(
@@ -144,6 +153,13 @@ DEEPSEEK_OPTIONAL = {
     *("attention_bias", "bos_token_id", "eos_token_id", "hidden_act", "moe_layer_freq", "norm_topk_prob"),
     *("num_key_value_heads", "scoring_func", "tie_word_embeddings"),
 }
+WHOLE_OPTIONAL = {"tie_word_embeddings", "vision_start_token_id", "vision_end_token_id"}
+QWEN3_5_OPTIONAL = {
+    *("attention_bias", "attn_output_gate", "eos_token_id", "full_attention_interval", "hidden_act", "layer_types"),
+    *("mamba_ssm_dtype", "mlp_only_layers", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),
+    *("partial_rotary_factor", "tie_word_embeddings"),
+}
+
 # Keys a published file may leave out; keys that say nothing of the forward pass aside.
 OPTIONAL = {
     "nemotron_h": {
@@ -230,6 +246,11 @@ OPTIONAL = {
     },
     "deepseek_v4": (DEEPSEEK_OPTIONAL | {"rope_scaling", "topk_method", "num_nextn_predict_layers"})
     - {"moe_layer_freq"},
+    "qwen3_5": WHOLE_OPTIONAL,
+    "qwen3_5_text": QWEN3_5_OPTIONAL,
+    "qwen3_5_moe": WHOLE_OPTIONAL,
+    "qwen3_5_moe_text": QWEN3_5_OPTIONAL,
+    "kimi_k3": {"media_placeholder_token_id", "tie_word_embeddings", "vision_config"},
 }
 
 
@@ -270,6 +291,11 @@ def test_every_missing_key_is_named_or_has_a_default(model_type: str) -> None:
         ("kimi_linear", {"n_shared_experts": 2}, "num_shared_experts=1 contradicts n_shared_experts=2"),
         ("kimi_linear", {"max_position_embeddings": 9}, "model_max_length=1048576 contradicts"),
         ("qwen3", {"rope_parameters": {"rope_theta": 5.0}}, "rope_theta=5.0 contradicts rope_theta=1000000"),
+        ("qwen3_5_text", {"attn_output_gate": False}, "attn_output_gate=False"),
+        ("qwen3_5_moe_text", {"mlp_only_layers": [1]}, "mlp_only_layers=[1]"),
+        ("qwen3_5_moe_text", {"mtp_use_dedicated_embeddings": True}, "mtp_use_dedicated_embeddings=True"),
+        ("qwen3_5", {"tie_word_embeddings": False}, "tie_word_embeddings=True contradicts False outside of it"),
+        ("kimi_k3", {"eos_token_id": 7}, "eos_token_id=163586 contradicts 7 outside of it"),
     ],
 )
 def test_unsupported_and_contradictory_options_are_named(model_type: str, changes: dict, named: str) -> None:
