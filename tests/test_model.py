@@ -87,7 +87,7 @@ NORM, HEAD = "model.norm.weight", "lm_head.weight"
             [f"model.safetensors: '{NORM}': expected finite values"],
         ),
         (truncated, CheckpointError, ["model.safetensors: truncated: tensor"]),
-        (with_config(model_type="gpt_oss"), ConfigError, ["config.json: unknown model_type 'gpt_oss'"]),
+        (with_config(model_type="gpt2"), ConfigError, ["config.json: unknown model_type 'gpt2'"]),
         (with_config(window=4), ConfigError, ["config.json: unknown keys window"]),
         (with_config(kv_lora_rank="-"), ConfigError, ["config.json: expected key 'kv_lora_rank'"]),
         (with_config(hidden_act="gelu"), ConfigError, ["config.json: hidden_act='gelu'"]),

@@ -2,8 +2,10 @@
 
 import pytest
 
+from jaxhybrid.config import DynamicScaling, LinearScaling, Llama3Scaling, RopeScaling, RopeSpec, YarnScaling
 from jaxhybrid.errors import ConfigError
 from jaxhybrid.models.config_reader import INERT_KEYS, ConfigReader, end_tokens
+from jaxhybrid.models.rope_keys import rope_spec
 
 WHERE = "folder/config.json"
 
@@ -75,9 +77,7 @@ def test_a_nested_object_is_named_in_its_errors() -> None:
 )
 def test_spellings_of_rope(spelling: dict) -> None:
     read = reader(**spelling)
-    rope = read.rope()
-    assert (rope.take("rope_theta"), rope.take("partial_rotary_factor")) == (1e4, 0.5)
-    rope.finish()
+    assert rope_spec(read.rope(), 12, 4096) == RopeSpec(1e4, 6)
     read.finish()
 
 
@@ -85,18 +85,43 @@ def test_spellings_of_rope(spelling: dict) -> None:
     ("spelling", "message"),
     [
         ({"rope_parameters": {"rope_theta": 1e6}, "rope_theta": 1e4}, "rope_theta=1000000.0 contradicts"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4}}, "rope parameters: rope_type='yarn' is not supported"),
-        ({"rope_scaling": {"rope_type": "linear"}}, "rope parameters: rope_type='linear' is not supported"),
+        ({"rope_theta": 5.0, "rope_scaling": {"type": "su"}}, "rope parameters: rope_type='su' is not supported"),
+        ({"rope_theta": 5.0, "rope_scaling": {"rope_type": "linear"}}, "rope parameters: expected key 'factor'"),
+        ({"rope_theta": 5.0, "rope_scaling": {"factor": 2.0}}, "rope parameters: unknown keys factor"),
+        ({"rope_scaling": None}, "rope parameters: expected key 'rope_theta', found none"),
     ],
 )
 def test_rope_that_contradicts_itself_or_is_not_implemented(spelling: dict, message: str) -> None:
-    found = refused(reader(**spelling).rope)
+    found = refused(lambda: rope_spec(reader(**spelling).rope(), 12, 4096))
     assert found.startswith(f"{WHERE}: ")
     assert message in found
 
 
-def test_rope_options_that_nobody_read_are_named() -> None:
-    assert "rope parameters: unknown keys factor" in refused(reader(rope_scaling={"factor": 2.0}).rope().finish)
+@pytest.mark.parametrize(
+    ("keys", "scaling"),
+    [
+        ({"type": "linear", "factor": 3}, LinearScaling(3.0)),
+        ({"rope_type": "dynamic", "factor": 2.0}, DynamicScaling(2.0, 4096)),
+        (
+            {
+                "rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4,
+                "original_max_position_embeddings": 512,
+            },
+            Llama3Scaling(8.0, 1.0, 4.0, 512),
+        ),
+        ({"type": "yarn", "factor": 4, "original_max_position_embeddings": 512}, YarnScaling(4.0, 512)),
+        (
+            {
+                "type": "yarn", "original_max_position_embeddings": 512, "beta_fast": 16, "beta_slow": None,
+                "truncate": False, "mscale": 1.0, "mscale_all_dim": 0.7,
+            },
+            YarnScaling(8.0, 512, 16.0, 1.0, False, None, 1.0, 0.7),
+        ),
+        ({"type": "yarn", "factor": 4.0, "attention_factor": 1.5}, YarnScaling(4.0, 4096, attention_factor=1.5)),
+    ],
+)  # fmt: skip
+def test_rope_scalings(keys: dict, scaling: RopeScaling) -> None:
+    assert rope_spec(reader(rope_theta=7, rope_scaling=keys).rope(), 12, 4096) == RopeSpec(7.0, 12, scaling=scaling)
 
 
 def test_end_tokens() -> None:
