@@ -17,8 +17,8 @@ from jaxhybrid.demo.training_model import Parameters, forward, parameter_shapes
 class Recipe:
     """Warm-up, constant rate, linear decay to zero over the last `decay_steps` of `steps`, on longer windows."""
 
-    steps: int = 1200
-    decay_steps: int = 240
+    steps: int = 880
+    decay_steps: int = 176
     warmup_steps: int = 40
     batch_tokens: int = 2048
     window: int = 512
