@@ -83,7 +83,8 @@ def goldens() -> dict[str, Golden]:
     for file in sorted(ROOT.glob("tests/goldens/*/golden.npz")):
         config = json.loads((file.parent / "config.json").read_text(encoding="utf-8"))
         with np.load(file) as arrays:
-            found[file.parent.name] = Golden(config["model_type"], frozenset([*arrays.files, *config]))
+            has = frozenset([*arrays.files, *config, *config.get("text_config", {})])
+        found[file.parent.name] = Golden(config["model_type"], has)
     return found
 
 
