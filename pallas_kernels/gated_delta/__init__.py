@@ -2,7 +2,7 @@
 
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.gated_delta import reference, tpu, xla
+from pallas_kernels.gated_delta import gpu, reference, tpu, xla
 from pallas_kernels.partition import Axes
 from pallas_kernels.registry import Implementation, Operator, choose
 
@@ -10,6 +10,7 @@ OPERATOR = Operator(
     "gated_delta",
     (
         Implementation("pallas", tpu.gated_delta, platforms=("tpu",), accepts=tpu.accepts),
+        Implementation("pallas", gpu.gated_delta, platforms=("gpu",), accepts=gpu.accepts),
         Implementation("xla", xla.gated_delta),
         Implementation("reference", reference.gated_delta, automatic=False),
     ),

@@ -1,0 +1,201 @@
+"""The gated delta rule on CUDA GPUs, in Pallas' Triton dialect: a program has one row, one value head and some of its
+value channels, whose part of the state stays in registers. States come from the row's read slot and go to its write
+slot of the same array.
+
+Prefill takes 16 tokens at a time, the least that the matrix units take. The maths is that of `xla.py`, save the decays
+between two tokens: they are exponentials of a difference of running sums, which is exact as the sums are kept in two
+parts. One has few enough bits for its sums to be exact, the other is so small that its rounding does not matter.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+from jaxtyping import Array, Float, Int
+
+CHUNK = 16
+# Value channels of a program: at batch 1, 32 heads of 128 channels then occupy all of a Hopper part.
+VALUE_BLOCK = 32
+# Key channels at a time where decays between all pairs of tokens are needed for each channel.
+_KEY_BLOCK = 32
+
+
+def accepts(q: Array, k: Array, v: Array, log_decay: Array, beta: Array, state: Array, *_: Array) -> str | None:
+    """Why the kernels cannot run these arguments of `gated_delta`, or None."""
+    for name, width in (("key_head_dim", q.shape[3]), ("value_head_dim", v.shape[3])):
+        if width not in (32, 64, 128, 256):
+            return f"{name} {width} is not 32, 64, 128 or 256"
+    return None
+
+
+def gated_delta(
+    q: Float[Array, "B T Hk dk"],
+    k: Float[Array, "B T Hk dk"],
+    v: Float[Array, "B T Hv dv"],
+    log_decay: Float[Array, "B T Hv"] | Float[Array, "B T Hv dk"],
+    beta: Float[Array, "B T Hv"],
+    state: Float[Array, "L N Hv dk dv"],
+    layer: int | Int[Array, ""],
+    read_slots: Int[Array, " B"],
+    write_slots: Int[Array, " B"],
+    lengths: Int[Array, " B"],
+    *,
+    interpret: Any = False,
+) -> tuple[Float[Array, "B T Hv dv"], Float[Array, "L N Hv dk dv"]]:
+    """Arguments and result as in `pallas_kernels.gated_delta.gated_delta`; `interpret` as of `pallas_call`."""
+    batch, tokens, value_heads, value_dim = v.shape
+    key_dim = q.shape[3]
+    kernel, padding = (_decode, 0) if tokens == 1 else (_prefill, -tokens % CHUNK)
+    arrays = [jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2)) for x in (q, k, v, log_decay, beta)]
+    states = batch * value_heads * key_dim * value_dim
+    out, state = pl.pallas_call(
+        kernel,
+        grid=(value_dim // VALUE_BLOCK, value_heads, batch),
+        out_shape=[
+            jax.ShapeDtypeStruct((batch, tokens + padding, value_heads, value_dim), jnp.float32),
+            jax.ShapeDtypeStruct(state.shape, state.dtype),
+        ],
+        input_output_aliases={9: 1},
+        compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
+        cost_estimate=pl.CostEstimate(
+            flops=7 * states * tokens,
+            transcendentals=log_decay.size,
+            bytes_accessed=2 * states * state.dtype.itemsize
+            + sum(x.size * x.dtype.itemsize for x in arrays)
+            + v.size * 4,
+        ),
+        interpret=interpret,
+        name=f"gated_delta_{'decode' if tokens == 1 else 'prefill'}",
+    )(
+        jnp.asarray(layer, jnp.int32).reshape(1),
+        *(x.astype(jnp.int32) for x in (read_slots, write_slots, lengths)),
+        *arrays,
+        state,
+    )
+    return out[:, :tokens], state
+
+
+def _place(k, v):
+    """Of this program: row, value head, key head, its value channels."""
+    part, head, row = (pl.program_id(axis) for axis in range(3))
+    return row, head, head // (v.shape[2] // k.shape[2]), pl.ds(part * VALUE_BLOCK, VALUE_BLOCK)
+
+
+def _inverse_norm(x: Float[Array, "*t d"]) -> Float[Array, "*t"]:
+    return jax.lax.rsqrt((x * x).sum(axis=-1) + 1e-6)
+
+
+def _decode(layer, read_slots, write_slots, lengths, q, k, v, log_decay, beta, state, out, new_state):
+    """The arrays are whole, as `gated_delta` takes them."""
+    row, head, key_head, values = _place(k, v)
+    valid = lengths[row] > 0
+    query, key = (x[row, 0, key_head, :].astype(jnp.float32) for x in (q, k))
+    query, key = (x * _inverse_norm(x) for x in (query, key))
+    channels = (slice(None),) if log_decay.ndim == 4 else ()
+    decay = jnp.exp(log_decay[row, 0, head, *channels].astype(jnp.float32))
+    before = state[layer[0], read_slots[row], head, :, values]
+    S = before.astype(jnp.float32) * (decay[:, None] if channels else decay)
+    seen = (key[:, None] * S).sum(axis=0)
+    u = beta[row, 0, head].astype(jnp.float32) * (v[row, 0, head, values].astype(jnp.float32) - seen)
+    S = S + key[:, None] * u
+    out[row, 0, head, values] = (query[:, None] * S).sum(axis=0) * k.shape[3] ** -0.5
+    new_state[layer[0], write_slots[row], head, :, values] = jnp.where(valid, S.astype(new_state.dtype), before)
+
+
+def _prefill(layer, read_slots, write_slots, lengths, q, k, v, log_decay, beta, state, out, new_state):
+    """The arrays are whole, as `gated_delta` takes them, with tokens a multiple of CHUNK."""
+    row, head, key_head, values = _place(k, v)
+    exact, key_dim = q.dtype == jnp.float32, k.shape[3]
+    products_of = _products_per_channel if log_decay.ndim == 4 else _products_per_head
+
+    def chunk(number, S):
+        tokens = pl.ds(number * CHUNK, CHUNK)
+        valid = number * CHUNK + jnp.arange(CHUNK) < lengths[row]
+
+        def load(array, *index):
+            x = array[row, tokens, *index].astype(jnp.float32)
+            return jnp.where(valid if x.ndim == 1 else valid[:, None], x, 0)
+
+        query, key, value = load(q, key_head, slice(None)), load(k, key_head, slice(None)), load(v, head, values)
+        query_scale, key_scale = _inverse_norm(query) * key_dim**-0.5, _inverse_norm(key)
+        strength = load(beta, head)
+        kk, qk, before, after, total = products_of(
+            lambda array, channels: load(array, key_head, channels), lambda *channels: load(log_decay, head, *channels),
+            q, k, exact,
+        )  # fmt: skip
+        kk, qk = (x * scale[:, None] * key_scale for x, scale in ((kk, key_scale), (qk, query_scale)))
+        query, key = query * query_scale[:, None], key * key_scale[:, None]
+        seen = _dot(key * before, S, exact)
+        inverse = _unit_lower_inverse(strength[:, None] * kk)
+        u = _dot(inverse * strength, value - seen, exact)
+        out[row, tokens, head, values] = _dot(query * before, S, exact) + _dot(qk, u, exact)
+        return total * S + _dot((key * after).T, u, exact)
+
+    first = state[layer[0], read_slots[row], head, :, values]
+    S = jax.lax.fori_loop(0, pl.cdiv(lengths[row], CHUNK), chunk, first.astype(jnp.float32))
+    new_state[layer[0], write_slots[row], head, :, values] = S.astype(new_state.dtype)
+
+
+def _dot(a: Float[Array, "m k"], b: Float[Array, "k n"], exact: bool) -> Float[Array, "m n"]:
+    """Of float32 factors if exact, else of factors rounded to bfloat16; summed in float32."""
+    if exact:
+        return jnp.dot(a, b, precision="highest", preferred_element_type=jnp.float32)
+    return jnp.dot(a.astype(jnp.bfloat16), b.astype(jnp.bfloat16), preferred_element_type=jnp.float32)
+
+
+def _running_sums(x: Float[Array, "C *d"]) -> tuple[list[Array], list[Array]]:
+    """Sums over tokens up to each, and over all, in two parts: multiples of 2^-11 below 2^11, numbers below 2^-7."""
+    x = jnp.maximum(x, -100.0)
+    high = jnp.floor(x * 2048.0) * (1 / 2048.0)
+    parts = (high, x - high)
+    return [jnp.cumsum(part, axis=0) for part in parts], [part.sum(axis=0) for part in parts]
+
+
+def _decay(to: list[Array], since: list[Array], index_to: Any, index_since: Any) -> Array:
+    """exp(to - since), each of two parts."""
+    high, low = (t[index_to] - s[index_since] for t, s in zip(to, since, strict=True))
+    return jnp.exp(high + low)
+
+
+def _lower():
+    token = jnp.arange(CHUNK)
+    return token[:, None] >= token[None, :]
+
+
+def _products_per_head(load, load_decay, q, k, exact):
+    sums, total = _running_sums(load_decay())
+    query, key = load(q, slice(None)), load(k, slice(None))
+    decays = jnp.where(_lower(), _decay(sums, sums, (slice(None), None), (None, slice(None))), 0)
+    kk, qk = (decays * _dot(x, key.T, exact) for x in (key, query))
+    before, after = jnp.exp(sums[0] + sums[1]), _decay(total, sums, (None,), (slice(None),))
+    return kk, qk, before[:, None], after[:, None], jnp.exp(total[0] + total[1])
+
+
+def _products_per_channel(load, load_decay, q, k, exact):
+    kk = qk = jnp.zeros((CHUNK, CHUNK), jnp.float32)
+    for start in range(0, k.shape[3], _KEY_BLOCK):
+        channels = pl.ds(start, _KEY_BLOCK)
+        sums, _ = _running_sums(load_decay(channels))
+        query, key = load(q, channels), load(k, channels)
+        decays = _decay(sums, sums, (slice(None), None), (None, slice(None)))
+        decays = jnp.where(_lower()[:, :, None], decays, 0) * key[None]
+        kk = kk + (key[:, None] * decays).sum(axis=2)
+        qk = qk + (query[:, None] * decays).sum(axis=2)
+    sums, total = _running_sums(load_decay(slice(None)))
+    before, after = jnp.exp(sums[0] + sums[1]), _decay(total, sums, (None,), (slice(None),))
+    return kk, qk, before, after, jnp.exp(total[0] + total[1])[:, None]
+
+
+def _unit_lower_inverse(x: Float[Array, "C C"]) -> Float[Array, "C C"]:
+    """The inverse of the identity plus x's part below the diagonal, by block elimination as in `xla.py`."""
+    token = jnp.arange(CHUNK)
+    apart, below = token[:, None] ^ token[None, :], token[:, None] > token[None, :]
+    inverse = jnp.where(apart == 0, 1.0, 0.0)
+    product = functools.partial(_dot, exact=True)
+    for half in (1, 2, 4, 8):
+        corner = jnp.where((apart >= half) & (apart < 2 * half) & below, x, 0)
+        inverse = inverse - (corner if half == 1 else product(product(inverse, corner), inverse))
+    return inverse
