@@ -96,8 +96,8 @@ def split(function: Callable[..., Any], axes: Axes) -> Callable[..., Any]:
         named = {key: names_of(names.get(key, "")) for key in arrays}
         fitting = partition.without(_undivided(partition, arrays, named))
 
-        def local(parts: dict[Any, Any]) -> Any:
-            own = {**given, **parts}
+        def local(*parts: Any) -> Any:
+            own = {**given, **dict(zip(arrays, parts, strict=True))}
             with partitioned(None):
                 return function(
                     *(own[place] for place in range(len(arguments))), **{name: own[name] for name in options}
@@ -107,10 +107,10 @@ def split(function: Callable[..., Any], axes: Axes) -> Callable[..., Any]:
         return jax.shard_map(
             local,
             mesh=partition.mesh,
-            in_specs=({key: fitting.spec(named[key]) for key in arrays},),
+            in_specs=tuple(fitting.spec(named[key]) for key in arrays),
             out_specs=results if len(results) > 1 else results[0],
             check_vma=False,
-        )(arrays)
+        )(*arrays.values())
 
     return run
 
