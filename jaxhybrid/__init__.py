@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from jaxhybrid.model import Model as Model
     from jaxhybrid.model import forward as forward
     from jaxhybrid.model import load_model as load_model
+    from jaxhybrid.parallel.mesh import make_mesh as make_mesh
 
 # Loaded on first use: reading traces and printing help must not wait for jax.
 _HOME = {
@@ -31,6 +32,7 @@ _HOME = {
     "Sequence": "engine.sequence",
     "forward": "model",
     "load_model": "model",
+    "make_mesh": "parallel.mesh",
 }
 
 __all__ = list(_HOME)

@@ -158,7 +158,7 @@ def load_model(
     """Reads a Hugging Face folder (config.json and safetensors in the published names), or one that `Model.save` wrote.
 
     `dtype`: of weights, activations and token-indexed state. `state_dtype`: of recurrent state. `mesh`: as
-    `parallel.mesh.make_mesh` makes it; weights are split over it as they are read. `execution`: how parameters are
+    `make_mesh` makes it; weights are split over it as they are read. `execution`: how parameters are
     laid out, by default as the platform wants them. `rope_scaling`: in place of the config's, to stretch positions
     beyond those the model was trained on, for instance {"rope_type": "linear", "factor": 4.0} for position
     interpolation (see `models/rope_keys.py`). Raises ConfigError for an unknown `model_type`, key or option, or
