@@ -23,6 +23,7 @@ from jaxhybrid.models import (
     llama,
     mistral,
     nemotron_h,
+    qwen2,
     qwen3,
     qwen3_5,
     qwen3_moe,
@@ -53,6 +54,7 @@ FAMILIES: Mapping[str, ModuleType] = {
         deepseek_v4,
         qwen3_5,
         kimi_k3,
+        qwen2,
     )
     for model_type in family.MODEL_TYPES
 }

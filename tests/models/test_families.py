@@ -35,6 +35,7 @@ PUBLISHED = {
     "qwen3_moe": "qwen3-30b-a3b",
     "llama": "llama-3.1-8b",
     "mistral": "mistral-7b-v0.1",
+    "qwen2": "qwen2.5-7b",
     "gemma3_text": "gemma-3-1b",
     "gemma3": "gemma-3-4b",
     "gpt_oss": "gpt-oss-20b",
@@ -90,6 +91,7 @@ def test_every_family_has_a_published_configuration() -> None:
         ("qwen3_moe", (30.5, 30.6)),
         ("llama", (8.03, 8.031)),
         ("mistral", (7.241, 7.242)),
+        ("qwen2", (7.61, 7.62)),
         ("gemma3_text", (0.9998, 0.9999)),
         ("gemma3", (3.88, 3.881)),
         ("gpt_oss", (20.9, 20.92)),
@@ -221,6 +223,10 @@ OPTIONAL = {
     "llama": {
         *("attention_bias", "mlp_bias", "rope_scaling", "rope_theta", "hidden_act", "num_key_value_heads"),
         *("tie_word_embeddings", "bos_token_id", "eos_token_id"),
+    },
+    "qwen2": {
+        *("hidden_act", "rope_theta", "use_sliding_window", "sliding_window", "tie_word_embeddings", "bos_token_id"),
+        "eos_token_id",
     },
     "mistral": {
         *("hidden_act", "rope_theta", "sliding_window", "tie_word_embeddings", "bos_token_id", "eos_token_id"),
