@@ -148,12 +148,6 @@ def test_a_saved_model_is_the_same_model(tiny_folder: Path, tiny_model: jh.Model
         jh.load_model(tmp_path / "saved")
 
 
-def test_a_mesh_of_several_devices_is_refused(tiny_folder: Path) -> None:
-    mesh = jax.sharding.AbstractMesh((2,), ("data",))
-    with pytest.raises(ConfigError, match="expected one device, got a mesh of 2"):
-        jh.load_model(tiny_folder, mesh=mesh)
-
-
 @pytest.mark.parametrize(
     ("ids", "message"),
     [
