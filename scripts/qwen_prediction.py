@@ -39,7 +39,8 @@ def prediction_logits(config: Config, tensors: Tensors, input_ids: Tensor, trunk
 
     def experts(name: str, x: Tensor) -> Tensor:
         weights, chosen = linear(f"{name}.gate", x).softmax(-1).topk(config["num_experts_per_tok"], -1)
-        weights = weights / weights.sum(-1, keepdim=True)
+        if config.get("norm_topk_prob", True):
+            weights = weights / weights.sum(-1, keepdim=True)
         out = linear(f"{name}.shared_expert_gate", x).sigmoid() * swiglu(f"{name}.shared_expert", x)
         for number in range(config["num_experts"]):
             weight = (weights * (chosen == number)).sum(-1, keepdim=True)
@@ -56,13 +57,22 @@ def prediction_logits(config: Config, tensors: Tensors, input_ids: Tensor, trunk
 
 def turned(config: Config, x: Tensor) -> Tensor:
     """Rotary positions over the first part of each head, as two halves. x [B,T,H,d]"""
-    rope = config["rope_parameters"]
+    rope = config.get("rope_parameters", config)
     half = int(config["head_dim"] * rope["partial_rotary_factor"]) // 2
     turns = rope["rope_theta"] ** (-torch.arange(half, dtype=x.dtype) / half)
     angles = torch.arange(x.shape[1], dtype=x.dtype)[:, None, None] * turns
     first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], -1)
     cos, sin = angles.cos(), angles.sin()
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1)
+
+
+def prediction_tensors(config: Config) -> Tensors:
+    """Random ones, to go with those that transformers makes of the trunk."""
+    generator = torch.Generator().manual_seed(5)
+    return {
+        name: torch.randn(shape, generator=generator) * (0.25 if len(shape) == 1 else shape[-1] ** -0.5)
+        for name, shape in prediction_shapes(config).items()
+    }
 
 
 def prediction_shapes(config: Config) -> dict[str, tuple[int, ...]]:

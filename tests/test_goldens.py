@@ -22,7 +22,7 @@ GOLDENS = Path(__file__).parent / "goldens"
 NAMES = sorted(folder.parent.name for folder in GOLDENS.glob("*/golden.npz"))
 TOLERANCE = 2e-4  # of the logits' standard deviation
 BFLOAT16_TOLERANCE = (
-    0.1  # median error of bf16 weights and activations; a tiny router may flip and throw the maximum off
+    0.15  # median error of bf16 weights and activations; a tiny router may flip and throw the maximum off
 )
 ODD_CHUNK = 37
 CONFIG = jh.EngineConfig(

@@ -24,6 +24,8 @@ from jaxhybrid.models.qwen3_next import (
     layer_types,
     moe_spec,
     moe_weights,
+    prediction_layers,
+    prediction_weights,
     shared_weights,
 )
 from jaxhybrid.models.qwen_vision import vision_spec, vision_weights
@@ -57,7 +59,6 @@ def _text(read: ConfigReader, vision: VisionSpec | None) -> ModelConfig:
     read.require("attn_output_gate", True)
     read.require("hidden_act", "silu")
     read.require("mamba_ssm_dtype", "float32")
-    read.require("mtp_use_dedicated_embeddings", False)
     mixers: dict[str, MixerSpec] = {"full_attention": attention, "linear_attention": delta}
     return ModelConfig(
         model_type="qwen3_5" + ("_moe" if is_moe else "") + ("_text" if vision is None else ""),
@@ -68,7 +69,7 @@ def _text(read: ConfigReader, vision: VisionSpec | None) -> ModelConfig:
         zero_centred_norms=True,
         tie_word_embeddings=read.take("tie_word_embeddings", default=False),
         max_position_embeddings=positions,
-        mtp_layers=(LayerSpec(attention, ffn),) * read.take("mtp_num_hidden_layers", default=0),
+        mtp_layers=prediction_layers(read, LayerSpec(attention, ffn)),
         bos_token_id=read.take("bos_token_id", default=None),
         eos_token_ids=end_tokens(read.take("eos_token_id", default=None)),
         vision=vision,
@@ -89,13 +90,7 @@ def weights(table: WeightTable, config: ModelConfig) -> None:
         _layer(place, f"mtp.layers.{number}")
         if not place.is_dense:
             moe_weights(place, f"mtp.layers.{number}.mlp")
-        for name, part in (
-            ("pre_fc_norm_embedding", "enorm"),
-            ("pre_fc_norm_hidden", "hnorm"),
-            ("fc", "eh_proj"),
-            ("norm", "norm"),
-        ):
-            table.add(f"mtp.{name}.weight", ("mtp", number, part, "weight"))
+    prediction_weights(table, config)
     if config.vision is not None:
         vision_weights(table, config.vision, "model.visual")
 

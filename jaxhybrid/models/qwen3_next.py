@@ -1,4 +1,8 @@
-"""Qwen3-Next (`qwen3_next`): Gated DeltaNet and gated attention, mixture of experts with a gated shared expert."""
+"""Qwen3-Next (`qwen3_next`): Gated DeltaNet and gated attention, mixture of experts with a gated shared expert.
+
+Releases hold a prediction layer (`mtp.*`) that their config.json does not mention. It is loaded where the file is given
+Qwen3.5's key for it, `mtp_num_hidden_layers: 1`, and passed over otherwise.
+"""
 
 import numpy as np
 from jaxtyping import Int
@@ -46,7 +50,17 @@ def translate(read: ConfigReader) -> ModelConfig:
         max_position_embeddings=positions,
         bos_token_id=read.take("bos_token_id", default=None),
         eos_token_ids=end_tokens(read.take("eos_token_id", default=None)),
+        mtp_layers=prediction_layers(read, LayerSpec(attention, moe if moe.num_experts else dense)),
     )
+
+
+def prediction_layers(read: ConfigReader, layer: LayerSpec) -> tuple[LayerSpec, ...]:
+    """As many as the config says: none or one."""
+    read.require("mtp_use_dedicated_embeddings", False)
+    count = read.take("mtp_num_hidden_layers", default=0)
+    if count > 1:
+        raise read.error(f"mtp_num_hidden_layers={count} is not supported, expected 0 or 1")
+    return (layer,) * count
 
 
 def layer_types(read: ConfigReader) -> list[str]:
@@ -104,8 +118,8 @@ def moe_spec(read: ConfigReader) -> MoeSpec:
 def weights(table: WeightTable, config: ModelConfig) -> None:
     """Published tensor names of the release, and where each goes."""
     trunk_weights(table, config)
-    for number, place in enumerate(table.layers):
-        prefix = f"model.layers.{number}"
+    places = [(f"model.layers.{number}", place) for number, place in enumerate(table.layers)]
+    for prefix, place in [*places, *((f"mtp.layers.{number}", place) for number, place in enumerate(table.mtp))]:
         place.norms(prefix)
         mixer = place.spec.mixer
         if isinstance(mixer, GatedDeltaNetSpec):
@@ -116,6 +130,22 @@ def weights(table: WeightTable, config: ModelConfig) -> None:
             place.dense(f"{prefix}.mlp", "ffn")
         else:
             moe_weights(place, f"{prefix}.mlp")
+    prediction_weights(table, config)
+
+
+def prediction_weights(table: WeightTable, config: ModelConfig) -> None:
+    """What a prediction layer has beside the tensors of any layer."""
+    for number in range(len(config.mtp_layers)):
+        for name, part in (
+            ("pre_fc_norm_embedding", "enorm"),
+            ("pre_fc_norm_hidden", "hnorm"),
+            ("fc", "eh_proj"),
+            ("norm", "norm"),
+        ):
+            table.add(f"mtp.{name}.weight", ("mtp", number, part, "weight"))
+    if not config.mtp_layers:
+        # Qwen3-Next's releases hold a prediction layer of which their config.json says nothing.
+        table.ignore_all("mtp.")
 
 
 def _delta(place: LayerPlace, prefix: str, spec: GatedDeltaNetSpec) -> None:

@@ -9,7 +9,7 @@ from collections import defaultdict
 import torch
 from golden import Config, Golden, Tensors
 from golden_images import image_arrays
-from qwen_prediction import prediction_logits, prediction_shapes
+from qwen_prediction import prediction_logits, prediction_tensors
 
 _TEXT: Config = {
     "attention_bias": False,
@@ -166,12 +166,7 @@ def _with_prediction(config: Config) -> Golden:
     """Beside the tensors that transformers knows, those of the prediction layer."""
 
     def as_published(tensors: Tensors) -> Tensors:
-        generator = torch.Generator().manual_seed(5)
-        predicting = {
-            name: torch.randn(shape, generator=generator) * (0.25 if len(shape) == 1 else shape[-1] ** -0.5)
-            for name, shape in prediction_shapes(config).items()
-        }
-        return _as_published(tensors) | predicting
+        return _as_published(tensors) | prediction_tensors(config)
 
     return Golden(
         config, shards=2, zero_centred=_zero_centred, random=_random, as_published=as_published, mtp=prediction_logits

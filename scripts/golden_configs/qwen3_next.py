@@ -3,7 +3,8 @@
 Dimensions are distinct wherever the architecture allows, so that a transposed or swapped axis cannot pass unnoticed.
 """
 
-from golden import Config, Golden
+from golden import Config, Golden, Tensors
+from qwen_prediction import prediction_logits, prediction_tensors
 
 _QWEN3_NEXT: Config = {
     "architectures": ["Qwen3NextForCausalLM"],
@@ -64,11 +65,12 @@ _QWEN3_NEXT_B: Config = _QWEN3_NEXT | {
     "linear_value_head_dim": 14,
     "mlp_only_layers": [1],
     "moe_intermediate_size": 26,
+    "mtp_num_hidden_layers": 1,
     "norm_topk_prob": False,
     "num_attention_heads": 4,
     "num_experts": 5,
     "num_experts_per_tok": 2,
-    "num_hidden_layers": 7,
+    "num_hidden_layers": 6,
     "num_key_value_heads": 1,
     "partial_rotary_factor": 0.5,
     "rope_theta": 10000,
@@ -83,7 +85,13 @@ def _zero_centred(name: str) -> bool:
     return "norm" in name and "linear_attn.norm" not in name
 
 
+def _with_prediction(tensors: Tensors) -> Tensors:
+    return tensors | prediction_tensors(_QWEN3_NEXT_B)
+
+
 GOLDENS = {
     "qwen3_next_a": Golden(_QWEN3_NEXT_A, shards=3, zero_centred=_zero_centred),
-    "qwen3_next_b": Golden(_QWEN3_NEXT_B, zero_centred=_zero_centred),
+    "qwen3_next_b": Golden(
+        _QWEN3_NEXT_B, zero_centred=_zero_centred, as_published=_with_prediction, mtp=prediction_logits
+    ),
 }
