@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import topologies
+from jax.experimental.layout import Format, Layout
 
 from pallas_kernels import registry
 
@@ -95,13 +96,24 @@ def tpu_info(part: Part) -> Any:
 def compile_for(
     part: Part, function: Callable[..., Any], *arguments: Any, donate: tuple[int, ...] = ()
 ) -> jax.stages.Compiled:
-    """Compile `function` for the part. Arguments are `jax.ShapeDtypeStruct`s; `donate` numbers those to be donated."""
+    """Compile `function` for the part. Arguments are `jax.ShapeDtypeStruct`s.
+
+    `donate` numbers those to be donated: states, which come back with the same shape. They are laid out row-major at
+    the program's edge, as kernels want them.
+    """
     mesh = _mesh(part)
     place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    placed = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place) for x in arguments]
+    donated = {(arguments[number].shape, arguments[number].dtype) for number in donate}
+
+    def placed(x):
+        row_major = (x.shape, x.dtype) in donated
+        return Format(Layout(tuple(range(x.ndim))), place) if row_major else place
+
+    structs = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed(x)) for x in arguments]
     # Pallas asks the mesh which device it compiles for.
     with registry.target(part.platform), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        return jax.jit(function, donate_argnums=donate).lower(*placed).compile()
+        places = jax.tree.map(placed, jax.eval_shape(function, *arguments))
+        return jax.jit(function, donate_argnums=donate, out_shardings=places).lower(*structs).compile()
 
 
 _PREFETCH = re.compile(r"copy-start[.\d]* = \((\w+?)(\d+)\[([\d,]+)\]\{[^}]*S\(1\)\}")

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.gated_delta import gated_delta, tpu_decode, tpu_prefill
+from pallas_kernels.short_conv import short_conv
+from pallas_kernels.short_conv import tpu as short_conv_tpu
 
 LAYERS = 2
 
@@ -93,6 +95,26 @@ def gated_delta_case(name: str, batch: int, tokens: int, dtype: Any = jnp.bfloat
     )  # fmt: skip
 
 
+def short_conv_case(name: str, batch: int, tokens: int) -> Case:
+    """One call of `short_conv` over the q, k and v of all heads of one of `DELTA_MODELS`, all bfloat16."""
+    model = DELTA_MODELS[name]
+    channels, taps = (2 * model.key_heads + model.value_heads) * model.dim, 4
+
+    def array(*shape, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    rows = array(batch, dtype=jnp.int32)
+    arguments = (
+        array(batch, tokens, channels), array(channels, taps), array(LAYERS, batch + 2, taps - 1, channels),
+        array(dtype=jnp.int32), rows, rows, rows,
+    )  # fmt: skip
+    return Case(
+        "short_conv", name, "decode" if tokens == 1 else "prefill", short_conv, arguments, 2, batch * tokens,
+        short_conv_tpu.grid_steps(batch, tokens, channels), 0,
+        2 * (2 * batch * tokens * channels + 2 * batch * (taps - 1) * channels + taps * channels), 0,
+    )  # fmt: skip
+
+
 def _flat_gated_delta(q, k, v, log_decay, beta, state, *slots):
     dim = state.shape[-1]
     q, k, v = (x.reshape(*x.shape[:2], -1, dim) for x in (q, k, v))
@@ -105,4 +127,6 @@ def _flat_gated_delta(q, k, v, log_decay, beta, state, *slots):
 def tpu_cases() -> list[Case]:
     """What the TPU kernels are counted on."""
     forms = [(batch, 1) for batch in DECODE_BATCHES] + [(1, PREFILL_TOKENS)]
-    return [gated_delta_case(name, *form) for name in DELTA_MODELS for form in forms]
+    cases = [gated_delta_case(name, *form) for name in DELTA_MODELS for form in forms]
+    convolutions = [("Kimi Linear 48B", *form) for form in forms] + [("Qwen3-Next 80B", *form) for form in forms]
+    return cases + [short_conv_case(*case) for case in convolutions]

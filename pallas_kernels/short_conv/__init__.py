@@ -6,11 +6,12 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.partition import Axes, split
 from pallas_kernels.registry import Implementation, Operator, choose
-from pallas_kernels.short_conv import reference, xla
+from pallas_kernels.short_conv import reference, tpu, xla
 
 OPERATOR = Operator(
     "short_conv",
     (
+        Implementation("pallas", tpu.short_conv, platforms=("tpu",), accepts=tpu.accepts),
         Implementation("xla", xla.short_conv),
         Implementation("reference", reference.short_conv, automatic=False),
     ),
@@ -41,7 +42,8 @@ def short_conv(
         state: the last K-1 inputs, oldest first, of N slots in L layers.
         layer: which of the L layers to use.
         read_slots: where each row's state is read; rows may share one.
-        write_slots: where each row's new state goes; distinct, save that padding rows share slot 0.
+        write_slots: where each row's new state goes; distinct, save that padding rows share slot 0. No row may write a
+            slot that another one reads (again save slot 0): rows are in flight at the same time.
         lengths: valid tokens of each row, 0 to T. A row of length 0 copies its state unchanged.
         bias: added before SiLU.
         axis: what the channels' last dimension goes by, on a mesh; `_` for channels that every device has.
