@@ -232,6 +232,27 @@ def test_a_checkpoint_within_an_image_is_resumed(model: jh.Model, golden: dict[s
     close(again.logits(), golden["logits"][-1], golden["logits"].std())
 
 
+def test_a_preempted_prompt_with_images_is_computed_anew(engine: jh.Engine, golden: dict[str, np.ndarray]) -> None:
+    """Even where nothing of it was kept, and where its images came with earlier calls."""
+    ids, media, expected = golden["input_ids"], in_order(golden), tuple(golden["greedy"].tolist())
+    first_end = 21 + 6 + 1
+    sequence = engine.prefill(ids[:first_end], media=media[:1])
+    engine.extend(sequence, ids[first_end:], media=media[1:])
+    fresh = engine.submit(ids, media=media, sampling=GREEDY)
+    engine.step()
+    engine.step()
+    engine._preempt(fresh)
+    memory = engine._memory
+    memory.media._embedded.clear()
+    for checkpoint in list(memory.index):
+        memory.pool.release(memory.index.remove(checkpoint))
+    while fresh.phase != "done":
+        engine.step()
+    assert fresh.error is None
+    assert fresh.generation.tokens == expected
+    assert engine.generate([sequence], GREEDY)[0].tokens == expected
+
+
 def test_an_image_is_embedded_once_for_prompts_that_share_it(
     engine: jh.Engine, golden: dict[str, np.ndarray], monkeypatch: pytest.MonkeyPatch
 ) -> None:
