@@ -10,7 +10,10 @@ from jaxhybrid.state.schema import LeafSchema, StateSchema
 
 
 def schema_of(model: Model, page_size: int, tenant: str) -> StateSchema:
-    """The schema of every bundle that `model` makes for `tenant`."""
+    """The schema of every bundle that `model` makes for `tenant`.
+
+    `media` is empty: under one schema, sequences with different images differ in their keys (media_memory.py).
+    """
     leaves = tuple(
         LeafSchema(f"{leaf.group}.{leaf.name}", leaf.dtype, (leaf.layers, *leaf.shape)) for leaf in model.layout.leaves
     )
