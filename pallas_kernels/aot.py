@@ -75,6 +75,8 @@ def device(part: Part) -> Any:
         os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
         os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v6e-4")
         os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+        # There is no device to take turns at, so several processes may compile at once.
+        os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
         return topologies.get_topology_desc(part.slice, platform="tpu").devices[0]
     bandwidth, memory = _HOPPER_MEMORY[part.slice]
     config = _HOPPER.format(bandwidth=bandwidth, memory=memory, name=part.slice)

@@ -60,6 +60,7 @@ def test_padding_may_hold_nan_and_copies_its_state(kind, tokens):
     assert np.isfinite(np.array(out)[~padding]).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_chunks_of_bfloat16_are_as_good_as_bfloat16(kind):
     inputs = make_inputs(kind, TOKENS, decay_scale=0.01)

@@ -41,7 +41,9 @@ def test_one_token_of_padding_copies_its_state_and_leaks_no_nan(kind):
     assert np.isfinite(new_state).all()
 
 
-@pytest.mark.parametrize(("module", "tokens"), [(tpu_decode, 1), (tpu_prefill, TOKENS)])
+@pytest.mark.parametrize(
+    ("module", "tokens"), [(tpu_decode, 1), pytest.param(tpu_prefill, TOKENS, marks=pytest.mark.slow)]
+)
 def test_heads_in_several_blocks(module, tokens, monkeypatch):
     monkeypatch.setattr(module, "BLOCK_BYTES", KEY_DIM * VALUE_DIM * 4)
     run = jax.jit(functools.partial(tpu.gated_delta, interpret=pltpu.InterpretParams()))
@@ -54,6 +56,7 @@ def test_low_precision_inputs_of_one_token_are_computed_in_float32(kind):
     check(inputs, [3, 1, 5], [2, 6, 4], [1, 1, 1])
 
 
+@pytest.mark.slow
 def test_state_in_bfloat16_is_rounded_once():
     state = make_state().astype(jnp.bfloat16)
     arguments = (*make_inputs("per_channel", 1).values(), state, 0, *map(jnp.array, ([3, 1, 5], [2, 6, 4], [1, 1, 1])))
@@ -64,6 +67,7 @@ def test_state_in_bfloat16_is_rounded_once():
     np.testing.assert_allclose(new_state.astype(jnp.float32), right_state.astype(jnp.float32), atol=1e-5, rtol=0.01)
 
 
+@pytest.mark.slow
 def test_two_cores_share_the_rows_without_a_race(capfd):
     params = pltpu.InterpretParams(num_cores_or_threads=2, detect_races=True, random_seed=4)
     run = jax.jit(functools.partial(tpu.gated_delta, interpret=params))
@@ -71,6 +75,7 @@ def test_two_cores_share_the_rows_without_a_race(capfd):
     assert "RACE" not in capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_race_detector_sees_a_row_that_writes_what_another_reads(capfd):
     """The call that the precondition rules out; shows that the test above can fail."""
     params = pltpu.InterpretParams(num_cores_or_threads=2, detect_races=True, random_seed=4)
@@ -132,6 +137,7 @@ def test_padding_in_chunks_may_hold_nan(kind):
     np.testing.assert_array_equal(state[1, 5], make_state()[1, 4])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_chunks_of_bfloat16_are_as_good_as_bfloat16(kind):
     """Their products round factors to bfloat16 (2^-9), as flash-linear-attention's do; sums and states do not."""
