@@ -60,15 +60,16 @@ class Media:
 
 @dataclass(frozen=True)
 class Span:
-    """The placeholders of one still from token `start` on: `height` rows of `width` tokens."""
+    """A still's placeholders from token `start` on: `height` rows of `width` tokens, or the first `cut` of them."""
 
     start: int
     height: int
     width: int
+    cut: int | None = None
 
     @property
     def size(self) -> int:
-        return self.height * self.width
+        return self.height * self.width if self.cut is None else self.cut
 
 
 @dataclass(frozen=True)

@@ -275,6 +275,11 @@ def test_stills_with_the_same_hash_bits_keep_apart(model: jh.Model, golden: dict
     assert len(frames) == 4
     assert np.array_equal(memory.token_ids(keys), ids)
     assert np.array_equal(keys == ids, (ids != 0) & (ids != 1))
+    assert memory.offset(keys) == golden["rope_delta"]
+    # Text that goes on within an image, as a fork may: it follows the image's part as it would the whole.
+    forked = np.concatenate([keys[:23], np.int32([7, 8])])
+    assert memory.spans(forked) == [Span(21, 2, 3, cut=2)]
+    assert memory.offset(forked) == 21 + 3 + 2 - forked.size
     crowded = MediaMemory(model)
     stills = dict(memory._stills)
     (key, *_), (*_, last) = stills, stills.values()

@@ -9,7 +9,7 @@ its keys alone: positions too. Nothing about images needs to be carried beside t
 import hashlib
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
 import numpy as np
@@ -81,13 +81,15 @@ class MediaMemory:
         return ids
 
     def spans(self, keys: Keys) -> list[Span]:
-        """Where its stills stand; the last may be cut short."""
+        """Where its stills stand; one is cut short where the keys end within it, or a fork went on otherwise there."""
         spans: list[Span] = []
         end = 0
         for start in np.flatnonzero(keys < 0).tolist():
             if start >= end:
                 still = self._stills[int(keys[start])]
-                spans.append(Span(start, still.height, still.width))
+                whole = Span(start, still.height, still.width)
+                others = np.flatnonzero(keys[start : start + whole.size] != keys[start])
+                spans.append(replace(whole, cut=int(others[0])) if others.size else whole)
                 end = start + spans[-1].size
         return spans
 
