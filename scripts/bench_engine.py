@@ -9,6 +9,7 @@ python scripts/bench_engine.py --reference_python=python   # an interpreter that
 """
 
 import json
+import os
 import statistics
 import subprocess
 import tempfile
@@ -34,12 +35,15 @@ LENGTHS = flags.DEFINE_list("lengths", ["1024", "4096", "16384"], "Prefix length
 BRANCHES = flags.DEFINE_integer("branches", 8, "Branches of (d).")
 BRANCH_TOKENS = flags.DEFINE_integer("branch_tokens", 64, "New tokens of each branch of (d).")
 REPEATS = flags.DEFINE_integer("repeats", 3, "Timed runs after one untimed; the median counts.")
+DEVICES = flags.DEFINE_integer("devices", 1, "CPU devices that the model is split over; XLA gives each a core.")
 OUT = flags.DEFINE_string("out", None, "Also write the figures to this JSON file.")
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs" / "bench"
 
 
 def main(_: list[str]) -> None:
+    if DEVICES.value > 1:  # before jax starts
+        os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES.value}"
     figures = {}
     for name in MODELS.value:
         with tempfile.TemporaryDirectory() as folder:
@@ -53,7 +57,7 @@ def bench(name: str, folder: Path) -> dict[str, Any]:
     from jaxhybrid.models.random_folder import write_random_folder
 
     write_random_folder(folder, json.loads((CONFIGS / f"{name}.json").read_text()))
-    model = jh.load_model(folder)
+    model = jh.load_model(folder, mesh=jh.make_mesh(model=DEVICES.value))
     longest = max(int(length) for length in LENGTHS.value) + 64
     config = jh.EngineConfig(
         max_sequences=max(8, BRANCHES.value + 1), max_tokens=8 * (PROMPT.value + 256) + 2 * longest,
