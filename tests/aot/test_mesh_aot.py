@@ -1,0 +1,38 @@
+"""On a TPU slice the kernels run on each device's heads, and nothing goes from device to device."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import topologies
+from jax.sharding import Mesh
+
+from pallas_kernels import aot, registry
+from pallas_kernels.gated_delta import gated_delta
+from pallas_kernels.partition import Partition, partitioned
+
+pytestmark = pytest.mark.aot
+
+
+def test_the_gated_delta_kernel_runs_on_each_devices_heads(tpu: aot.Part) -> None:
+    """Qwen3-Next's 16 key and 32 value heads on four devices, one token of eight rows."""
+    aot.device(tpu)
+    devices = topologies.get_topology_desc(tpu.slice, platform="tpu").devices[:4]
+    partition = Partition(Mesh(np.array(devices), ("model",)), (("heads", "model"),))
+
+    def argument(names: tuple[str | None, ...], *shape: int, dtype: str = "float32") -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=partition.sharding(names, shape))
+
+    heads, slots = (None, None, "heads"), argument((), 8, dtype="int32")
+    q, v = argument(heads, 8, 1, 16, 128), argument(heads, 8, 1, 32, 128)
+    state = argument(heads, 3, 20, 32, 128, 128)
+    gates = argument(heads, 8, 1, 32)
+    with registry.target("tpu"), partitioned(partition):
+        jitted = jax.jit(lambda *arguments: gated_delta(*arguments[:6], 1, *arguments[6:]), donate_argnums=5)
+        compiled = jitted.lower(q, q, v, gates, gates, state, slots, slots, slots).compile()
+    text, memory = compiled.as_text(), compiled.memory_analysis()
+    assert "gated_delta_decode" in text
+    assert re.findall(r"all-gather|all-reduce|all-to-all|collective-permute", text) == []
+    assert memory.alias_size_in_bytes == 3 * 20 * 32 * 128 * 128  # a fourth of the state's bytes: updated where it lies
