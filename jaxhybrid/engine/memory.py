@@ -6,6 +6,7 @@ import dataclasses
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Several
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
@@ -44,7 +45,7 @@ class StateMemory:
         pages = -(-config.max_tokens // config.page_size)
         self.pool = StatePool(
             model.layout, config.max_sequences + config.max_checkpoints, pages, config.page_size,
-            poison=poison_freed if config.poison else None, shardings=model.pool_shardings,
+            poison=partial(poison_freed, model.layout) if config.poison else None, shardings=model.pool_shardings,
         )  # fmt: skip
         self.index: PrefixIndex[Bundle] = PrefixIndex(max_tokens=config.max_known_tokens)
         limit = min(config.max_tokens, model.config.max_position_embeddings)

@@ -3,13 +3,15 @@
 import jax.numpy as jnp
 
 from jaxhybrid.state.arrays import PoolArrays
+from jaxhybrid.state.layout import StateLayout
 
 
-def poison_freed(pool: PoolArrays, slots: list[int], pages: list[int]) -> PoolArrays:
-    """NaN in every leaf at these slots and pages (leaf names tell which it is indexed by)."""
-
-    def poison(name: str, leaf: jnp.ndarray) -> jnp.ndarray:
-        where = pages if name in ("k", "v", "latent") else slots
-        return leaf.at[:, jnp.array(where, jnp.int32)].set(jnp.nan) if where else leaf
-
-    return {group: {name: poison(name, leaf) for name, leaf in leaves.items()} for group, leaves in pool.items()}
+def poison_freed(layout: StateLayout, pool: PoolArrays, slots: list[int], pages: list[int]) -> PoolArrays:
+    """NaN in every leaf at these slots, or at these pages if it is kept in pages."""
+    poisoned = {group: dict(leaves) for group, leaves in pool.items()}
+    for leaf in layout.leaves:
+        where = pages if leaf.growth == "paged" else slots
+        if where:
+            array = pool[leaf.group][leaf.name]
+            poisoned[leaf.group][leaf.name] = array.at[:, jnp.array(where, jnp.int32)].set(jnp.nan)
+    return poisoned
