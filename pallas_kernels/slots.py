@@ -32,8 +32,13 @@ def write(
 ) -> Float[Array, "L N *slot"]:
     """The state with slots[b] of the layer set to new_slot(b): on CPU a scatter takes twice as long as this loop."""
 
-    def body(row, state):
+    rows = slots.shape[0]
+
+    def body(index, state):
+        row = jnp.minimum(index, rows - 1)
         new = new_slot(row).astype(state.dtype)
         return jax.lax.dynamic_update_slice(state, new[None, None], (layer, slots[row], *(0,) * new.ndim))
 
-    return jax.lax.fori_loop(0, slots.shape[0], body, state)
+    # One round would be unrolled and its write fused with the next layer's read, and XLA then writes to a copy of the
+    # whole array. To write one row twice costs less.
+    return jax.lax.fori_loop(0, max(rows, 2), body, state)

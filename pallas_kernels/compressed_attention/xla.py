@@ -29,16 +29,17 @@ def pool_windows(
     sums = _sums_by_window(values, gates, position_bias, offset, lengths)
     sums = sums.at[:, 0].set(_add(sums[:, 0], old[:, :series]))
     own = sums[:, :, -1]
-    # After the last window comes one without tokens, for the state when the chunk ends where a window does.
+    # Rows of state after each number of closed windows. After the last window of the chunk comes one without tokens.
     after = jnp.pad(sums, ((0, 0), (0, 1), (0, 0), (0, 0), (0, 0)))
-    after = jnp.take_along_axis(after, closed[:, None, None, None, None], axis=1)[:, 0]
     if series == 2:
         before = jnp.concatenate([old[:, None, 2], sums[:, :, 0]], axis=1)
         own = _add(own, before[:, :-1])
-        last = jnp.take_along_axis(before, closed[:, None, None, None], axis=1)
-        after = jnp.concatenate([after, last], axis=1)
+        after = jnp.concatenate([after, before[:, :, None]], axis=2)
     entries = own[:, :, 2] / jnp.where(own[:, :, 1] > 0, own[:, :, 1], 1)
-    return entries, closed, slots.write(state, layer, write_slots, lambda row: after[row])
+    state = slots.write(
+        state, layer, write_slots, lambda row: lax.dynamic_index_in_dim(after[row], closed[row], keepdims=False)
+    )
+    return entries, closed, state
 
 
 def _sums_by_window(
