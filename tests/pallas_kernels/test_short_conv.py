@@ -80,8 +80,8 @@ def test_rows_of_length_zero_copy_their_state(tokens):
 
 
 @pytest.mark.parametrize("tokens", [1, 9])
-def test_rows_may_read_one_slot_and_write_another_row_s_read_slot(tokens):
-    check(normal(0, 3, tokens, CHANNELS), [3, 3, 4], [4, 3, 1], [tokens, tokens, tokens])
+def test_rows_may_read_one_slot_and_write_their_own(tokens):
+    check(normal(0, 3, tokens, CHANNELS), [3, 3, 4], [2, 6, 4], [tokens, tokens, tokens])
 
 
 @pytest.mark.parametrize("parts", [(1, 1, 1, 1, 1), (2, 6, 1), (1, 2, 9)])
