@@ -82,7 +82,7 @@ def gated_delta_case(name: str, batch: int, tokens: int, dtype: Any = jnp.bfloat
         steps, edges, multiply_adds = batch * blocks, 0, 0
     else:
         chunk = tpu_prefill.CHUNK
-        blocks = heads // tpu_prefill.heads_per_block(heads, groups, dim * dim * 4)
+        blocks = heads // tpu_prefill.heads_per_block(heads, groups, dim * dim * 2 * keys.dtype.itemsize)
         edges = batch * blocks
         steps = edges * -(-tokens // chunk)
         # A token, with half a chunk of others before it on average: k and q against keys, the solution and the output

@@ -25,7 +25,10 @@ BLOCK_BYTES = 1 << 20
 
 
 def heads_per_block(value_heads: int, groups: int, state_bytes: int) -> int:
-    """Value heads of a grid step: as many whole groups as fit into `BLOCK_BYTES`, at least one; divides the heads."""
+    """Value heads of a grid step: as many whole groups as fit into `BLOCK_BYTES`, at least one; divides the heads.
+
+    `state_bytes`: of a head, float32; twice that for float32 inputs, whose blocks and products take more room.
+    """
     key_heads = value_heads // groups
     fitting = [n for n in range(1, key_heads + 1) if key_heads % n == 0 and n * groups * state_bytes <= BLOCK_BYTES]
     return groups * max(fitting, default=1)
@@ -49,7 +52,7 @@ def prefill(
     batch, tokens, value_heads, value_dim = v.shape
     key_heads, key_dim = q.shape[2:]
     groups = value_heads // key_heads
-    size = heads_per_block(value_heads, groups, key_dim * value_dim * 4)
+    size = heads_per_block(value_heads, groups, key_dim * value_dim * 2 * q.dtype.itemsize)
     blocks, chunks = value_heads // size, -(-tokens // CHUNK)
     per_channel = log_decay.ndim == 4
     # A last chunk that is not full reaches beyond the arrays; only a block must not be larger than its array.
