@@ -414,8 +414,9 @@ class VisionSpec:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A whole text model, and perhaps its vision tower. `zero_centred_norms`: layer, query, key and final norms scale by (1 + w).
+    """A whole text model, and perhaps its vision tower.
 
+    `zero_centred_norms`: layer, query, key and final norms scale by (1 + w).
     `embedding_scale` multiplies token embeddings, rounded to their dtype first; `logit_scale` multiplies logits.
     """
 
