@@ -1,7 +1,8 @@
 """Writes the table of supported models into README.md and docs/models.md, from the results of the golden tests.
 
 make golden ARGS=--junitxml=golden.xml
-python scripts/make_support_table.py --results=golden.xml
+pytest tests/test_media.py --junitxml=media.xml
+python scripts/make_support_table.py --results=golden.xml,media.xml
 
 Several result files may be given; of a test that is in more than one the last counts.
 """
