@@ -27,7 +27,6 @@ from typing import Any
 
 from absl import app, flags, logging
 from golden import Config, Forward, Golden, Tensors
-from golden_configs import GOLDENS
 
 BATCH, LENGTH, PREFILL, GREEDY = 2, 320, 200, 64
 FIRST_ORDINARY_TOKEN = 3  # 0 to 2 are padding, start and end
@@ -241,11 +240,12 @@ def make_golden(folder: Path, golden: Golden, seed: int) -> str | None:
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments {argv[1:]}")
+    import torch
+    from golden_configs import GOLDENS  # the references among them need torch
+
     unknown = sorted(set(_ONLY.value) - set(GOLDENS))
     if unknown:
         raise app.UsageError(f"unknown goldens {unknown}; there are {sorted(GOLDENS)}")
-    import torch
-
     torch.set_num_threads(1)
     for name in _ONLY.value or GOLDENS:
         folder = Path(_OUT.value) / name

@@ -16,4 +16,4 @@ def test_calls_are_layers_and_a_refusal_is_shown(tiny_folder):
 
 def test_a_cpu_gets_what_it_has(tiny_folder):
     choices = {row[1]: (row[3], row[4]) for row in kernel_table(tiny_folder / "config.json", "cpu", [(1, 70)])}
-    assert choices["gated_delta"] == ("xla", "first that runs on cpu; pallas needs tpu")
+    assert choices["gated_delta"] == ("xla", "first that runs on cpu; pallas needs tpu; pallas needs gpu")
