@@ -1,9 +1,10 @@
 """Bamba (`bamba`): Mamba-2, a few attention layers with half-rotated heads, dense feed-forwards."""
 
 from jaxhybrid.config import AttentionSpec, DenseSpec, LayerSpec, Mamba2Spec, ModelConfig
-from jaxhybrid.models.config_reader import ConfigReader, end_tokens
+from jaxhybrid.models.config_reader import ConfigReader
 from jaxhybrid.models.mamba2_keys import mamba2_spec, mamba2_weights
 from jaxhybrid.models.rope_keys import rope_spec
+from jaxhybrid.models.text_model import text_model
 from jaxhybrid.models.weight_table import WeightTable, trunk_weights
 
 MODEL_TYPES = ("bamba",)
@@ -23,17 +24,12 @@ def translate(read: ConfigReader) -> ModelConfig:
     ffn = DenseSpec(read.take("intermediate_size"))
     attention = LayerSpec(_attention_spec(read, hidden, positions), ffn)
     mamba = LayerSpec(mamba2_spec(read, read.take("mamba_expand") * hidden), ffn)
-    return ModelConfig(
+    return text_model(
+        read,
         model_type="bamba",
-        vocab_size=read.take("vocab_size"),
         hidden_size=hidden,
         layers=tuple(attention if number in attending else mamba for number in range(layer_count)),
-        rms_norm_eps=read.take("rms_norm_eps"),
-        zero_centred_norms=False,
-        tie_word_embeddings=read.take("tie_word_embeddings", default=False),
         max_position_embeddings=positions,
-        bos_token_id=read.take("bos_token_id", default=None),
-        eos_token_ids=end_tokens(read.take("eos_token_id", default=None)),
     )
 
 

@@ -9,9 +9,10 @@ from typing import Literal
 
 from jaxhybrid.config import DenseSpec, LatentAttentionSpec, LayerSpec, ModelConfig, MoeSpec, YarnScaling
 from jaxhybrid.layers.rope import yarn_mscale
-from jaxhybrid.models.config_reader import ConfigReader, end_tokens
+from jaxhybrid.models.config_reader import ConfigReader
 from jaxhybrid.models.latent_weights import latent_weights, prediction_weights
 from jaxhybrid.models.rope_keys import rope_spec
+from jaxhybrid.models.text_model import text_model
 from jaxhybrid.models.weight_table import LayerPlace, WeightTable, trunk_weights
 
 MODEL_TYPES = ("deepseek_v2",)
@@ -80,18 +81,12 @@ def model_config(
         raise read.error(f"mlp_layer_types={listed!r} contradicts first_k_dense_replace={first_dense}")
     read.require("moe_layer_freq", 1)
     read.require("hidden_act", "silu")
-    return ModelConfig(
+    return text_model(
+        read,
         model_type=model_type,
-        vocab_size=read.take("vocab_size"),
-        hidden_size=read.take("hidden_size"),
         layers=tuple(LayerSpec(m, dense if number < first_dense else moe) for number, m in enumerate(mixers)),
-        rms_norm_eps=read.take("rms_norm_eps"),
-        zero_centred_norms=False,
-        tie_word_embeddings=read.take("tie_word_embeddings", default=False),
         max_position_embeddings=positions,
         mtp_layers=(LayerSpec(mixers[0], moe),) * read.take("num_nextn_predict_layers", default=0),
-        bos_token_id=read.take("bos_token_id", default=None),
-        eos_token_ids=end_tokens(read.take("eos_token_id", default=None)),
     )
 
 

@@ -14,8 +14,9 @@ from jaxhybrid.config import (
     RopeSpec,
     YarnScaling,
 )
-from jaxhybrid.models.config_reader import ConfigReader, end_tokens
+from jaxhybrid.models.config_reader import ConfigReader
 from jaxhybrid.models.rope_keys import rope_spec
+from jaxhybrid.models.text_model import text_model
 from jaxhybrid.models.weight_table import LayerPlace, WeightTable, trunk_weights
 
 MODEL_TYPES = ("deepseek_v4",)
@@ -42,18 +43,12 @@ def translate(read: ConfigReader) -> ModelConfig:
     hashed = read.take("num_hash_layers")
     read.require("hidden_act", "silu")
     layers = (LayerSpec(mixers[stride], replace(moe, hashed=number < hashed)) for number, stride in enumerate(strides))
-    return ModelConfig(
+    return text_model(
+        read,
         model_type="deepseek_v4",
-        vocab_size=read.take("vocab_size"),
-        hidden_size=read.take("hidden_size"),
         layers=tuple(layers),
-        rms_norm_eps=read.take("rms_norm_eps"),
-        zero_centred_norms=False,
-        tie_word_embeddings=read.take("tie_word_embeddings", default=False),
         max_position_embeddings=positions,
         mtp_layers=(LayerSpec(sliding, moe),) * read.take("num_nextn_predict_layers", default=0),
-        bos_token_id=read.take("bos_token_id", default=None),
-        eos_token_ids=end_tokens(read.take("eos_token_id", default=None)),
         residual=HyperConnections(read.take("hc_mult"), read.take("hc_sinkhorn_iters"), read.take("hc_eps")),
     )
 

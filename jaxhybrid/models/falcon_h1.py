@@ -6,9 +6,10 @@ Its many multipliers (maximal update parametrisation) are factors on linear maps
 import dataclasses
 
 from jaxhybrid.config import AttentionMamba2Spec, AttentionSpec, DenseSpec, LayerSpec, Mamba2Spec, ModelConfig
-from jaxhybrid.models.config_reader import ConfigReader, end_tokens
+from jaxhybrid.models.config_reader import ConfigReader
 from jaxhybrid.models.mamba2_keys import mamba2_spec, mamba2_weights
 from jaxhybrid.models.rope_keys import rope_spec
+from jaxhybrid.models.text_model import text_model
 from jaxhybrid.models.weight_table import WeightTable, trunk_weights
 
 MODEL_TYPES = ("falcon_h1",)
@@ -32,17 +33,12 @@ def translate(read: ConfigReader) -> ModelConfig:
     )
     gate_scale, down_scale = read.take("mlp_multipliers", default=None) or (1.0, 1.0)
     ffn = DenseSpec(read.take("intermediate_size"), gate_scale=float(gate_scale), down_scale=float(down_scale))
-    return ModelConfig(
+    return text_model(
+        read,
         model_type="falcon_h1",
-        vocab_size=read.take("vocab_size"),
         hidden_size=hidden,
         layers=(LayerSpec(mixer, ffn),) * read.take("num_hidden_layers"),
-        rms_norm_eps=read.take("rms_norm_eps"),
-        zero_centred_norms=False,
-        tie_word_embeddings=read.take("tie_word_embeddings", default=False),
         max_position_embeddings=positions,
-        bos_token_id=read.take("bos_token_id", default=None),
-        eos_token_ids=end_tokens(read.take("eos_token_id", default=None)),
         embedding_scale=float(read.take("embedding_multiplier", default=1.0)),
         logit_scale=float(read.take("lm_head_multiplier", default=1.0)),
     )

@@ -6,8 +6,9 @@ from functools import partial
 import numpy as np
 
 from jaxhybrid.config import ActivationSpec, AttentionSpec, LayerSpec, ModelConfig, MoeSpec
-from jaxhybrid.models.config_reader import ConfigReader, end_tokens
+from jaxhybrid.models.config_reader import ConfigReader
 from jaxhybrid.models.rope_keys import rope_spec
+from jaxhybrid.models.text_model import text_model
 from jaxhybrid.models.weight_table import LayerPlace, WeightTable, trunk_weights
 
 MODEL_TYPES = ("gpt_oss",)
@@ -37,17 +38,11 @@ def translate(read: ConfigReader) -> ModelConfig:
         biases=True,
     )
     mixers = {LOCAL: attention(window), GLOBAL: attention(None)}
-    return ModelConfig(
+    return text_model(
+        read,
         model_type="gpt_oss",
-        vocab_size=read.take("vocab_size"),
-        hidden_size=read.take("hidden_size"),
         layers=tuple(LayerSpec(mixers[kind], moe) for kind in types),
-        rms_norm_eps=read.take("rms_norm_eps"),
-        zero_centred_norms=False,
-        tie_word_embeddings=read.take("tie_word_embeddings", default=False),
         max_position_embeddings=positions,
-        bos_token_id=read.take("bos_token_id", default=None),
-        eos_token_ids=end_tokens(read.take("eos_token_id", default=None)),
     )
 
 

@@ -14,9 +14,10 @@ from jaxhybrid.config import (
     MoeSpec,
     PlainResidual,
 )
-from jaxhybrid.models.config_reader import ConfigReader, end_tokens
+from jaxhybrid.models.config_reader import ConfigReader
 from jaxhybrid.models.mamba2_keys import mamba2_spec, mamba2_weights
 from jaxhybrid.models.rope_keys import rope_spec
+from jaxhybrid.models.text_model import text_model
 from jaxhybrid.models.weight_table import Convert, LayerPlace, WeightTable, rows, trunk_weights
 
 MODEL_TYPES = ("granitemoehybrid",)
@@ -39,17 +40,12 @@ def translate(read: ConfigReader) -> ModelConfig:
         "attention": _attention_spec(read, hidden, positions),
         "mamba": mamba2_spec(read, read.take("mamba_expand") * hidden),
     }
-    return ModelConfig(
+    return text_model(
+        read,
         model_type="granitemoehybrid",
-        vocab_size=read.take("vocab_size"),
         hidden_size=hidden,
         layers=tuple(LayerSpec(mixers[MIXERS[name]], ffn) for name in names),
-        rms_norm_eps=read.take("rms_norm_eps"),
-        zero_centred_norms=False,
-        tie_word_embeddings=read.take("tie_word_embeddings", default=False),
         max_position_embeddings=positions,
-        bos_token_id=read.take("bos_token_id", default=None),
-        eos_token_ids=end_tokens(read.take("eos_token_id", default=None)),
         embedding_scale=float(read.take("embedding_multiplier", default=1.0)),
         logit_scale=1.0 / read.take("logits_scaling", default=1.0),
         residual=PlainResidual(float(read.take("residual_multiplier", default=1.0))),

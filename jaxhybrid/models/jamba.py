@@ -4,7 +4,8 @@ import math
 from collections.abc import Callable
 
 from jaxhybrid.config import AttentionSpec, DenseSpec, FfnSpec, LayerSpec, Mamba1Spec, MixerSpec, ModelConfig, MoeSpec
-from jaxhybrid.models.config_reader import ConfigReader, end_tokens
+from jaxhybrid.models.config_reader import ConfigReader
+from jaxhybrid.models.text_model import text_model
 from jaxhybrid.models.weight_table import LayerPlace, WeightTable, trunk_weights
 
 MODEL_TYPES = ("jamba",)
@@ -25,17 +26,12 @@ def translate(read: ConfigReader) -> ModelConfig:
         ffn: FfnSpec = moe if moe is not None and has_experts(number) else dense
         return LayerSpec(mixer, ffn)
 
-    return ModelConfig(
+    return text_model(
+        read,
         model_type="jamba",
-        vocab_size=read.take("vocab_size"),
         hidden_size=hidden,
         layers=tuple(layer(number) for number in range(layer_count)),
-        rms_norm_eps=read.take("rms_norm_eps"),
-        zero_centred_norms=False,
-        tie_word_embeddings=read.take("tie_word_embeddings", default=False),
         max_position_embeddings=read.take("max_position_embeddings"),
-        bos_token_id=read.take("bos_token_id", default=None),
-        eos_token_ids=end_tokens(read.take("eos_token_id", default=None)),
     )
 
 

@@ -17,7 +17,7 @@ from jaxhybrid.config import (
     ModelConfig,
     MoeSpec,
 )
-from jaxhybrid.models.config_reader import ConfigReader, end_tokens
+from jaxhybrid.models.config_reader import ConfigReader
 from jaxhybrid.models.kimi_linear import (
     delta_spec,
     delta_weights,
@@ -27,6 +27,7 @@ from jaxhybrid.models.kimi_linear import (
     moe_weights,
 )
 from jaxhybrid.models.latent_weights import latent_weights
+from jaxhybrid.models.text_model import text_model
 from jaxhybrid.models.weight_table import LayerPlace, WeightTable, rows, trunk_weights
 
 MODEL_TYPES = ("kimi_k3",)
@@ -75,17 +76,11 @@ def _text(read: ConfigReader) -> ModelConfig:
         mixer = latent if index + 1 in latent_layers else delta
         return LayerSpec(mixer, dense if index < first_dense else moe, seals_block=index % block == 0)
 
-    return ModelConfig(
+    return text_model(
+        read,
         model_type="kimi_k3",
-        vocab_size=read.take("vocab_size"),
-        hidden_size=read.take("hidden_size"),
         layers=tuple(layer(index) for index in range(layer_count)),
-        rms_norm_eps=read.take("rms_norm_eps"),
-        zero_centred_norms=False,
-        tie_word_embeddings=read.take("tie_word_embeddings", default=False),
         max_position_embeddings=read.take("model_max_length", "max_position_embeddings"),
-        bos_token_id=read.take("bos_token_id", default=None),
-        eos_token_ids=end_tokens(read.take("eos_token_id", default=None)),
         residual=AttentionResidual(),
     )
 

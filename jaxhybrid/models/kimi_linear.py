@@ -14,8 +14,9 @@ from jaxhybrid.config import (
     ModelConfig,
     MoeSpec,
 )
-from jaxhybrid.models.config_reader import ConfigReader, end_tokens
+from jaxhybrid.models.config_reader import ConfigReader
 from jaxhybrid.models.latent_weights import latent_weights, prediction_weights
+from jaxhybrid.models.text_model import text_model
 from jaxhybrid.models.weight_table import LayerPlace, WeightTable, trunk_weights
 
 MODEL_TYPES = ("kimi_linear",)
@@ -42,18 +43,12 @@ def translate(read: ConfigReader) -> ModelConfig:
         ffn: FfnSpec = dense if number <= first_dense else moe
         return LayerSpec(mixer, ffn)
 
-    return ModelConfig(
+    return text_model(
+        read,
         model_type="kimi_linear",
-        vocab_size=read.take("vocab_size"),
-        hidden_size=read.take("hidden_size"),
         layers=tuple(layer(number) for number in range(1, layer_count + 1)),
-        rms_norm_eps=read.take("rms_norm_eps"),
-        zero_centred_norms=False,
-        tie_word_embeddings=read.take("tie_word_embeddings", default=False),
         max_position_embeddings=read.take("model_max_length", "max_position_embeddings"),
         mtp_layers=(LayerSpec(latent, moe),) * read.take("num_nextn_predict_layers", default=0),
-        bos_token_id=read.take("bos_token_id", default=None),
-        eos_token_ids=end_tokens(read.take("eos_token_id", default=None)),
     )
 
 

@@ -5,8 +5,9 @@ a latent, and multi-token prediction). Every layer is one part, a mixer or a fee
 """
 
 from jaxhybrid.config import ActivationSpec, AttentionSpec, DenseSpec, LayerSpec, Mamba2Spec, ModelConfig, MoeSpec
-from jaxhybrid.models.config_reader import ConfigReader, end_tokens
+from jaxhybrid.models.config_reader import ConfigReader
 from jaxhybrid.models.mamba2_keys import mamba2_weights, step_limit
+from jaxhybrid.models.text_model import text_model
 from jaxhybrid.models.weight_table import LayerPlace, WeightTable, trunk_weights
 
 MODEL_TYPES = ("nemotron_h",)
@@ -47,18 +48,13 @@ def translate(read: ConfigReader) -> ModelConfig:
     else:
         for name in MOE_KEYS:  # transformers 5 writes its defaults into files of models without experts
             read.take(name, default=None)
-    return ModelConfig(
+    return text_model(
+        read,
         model_type="nemotron_h",
-        vocab_size=read.take("vocab_size"),
-        hidden_size=read.take("hidden_size"),
         layers=tuple(parts[letter] for letter in pattern),
         rms_norm_eps=read.take("layer_norm_epsilon", "norm_eps", "rms_norm_eps"),
-        zero_centred_norms=False,
-        tie_word_embeddings=read.take("tie_word_embeddings", default=False),
         max_position_embeddings=read.take("max_position_embeddings"),
         mtp_layers=mtp_layers,
-        bos_token_id=read.take("bos_token_id", default=None),
-        eos_token_ids=end_tokens(read.take("eos_token_id", default=None)),
     )
 
 

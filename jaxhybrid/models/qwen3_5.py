@@ -14,7 +14,7 @@ from jaxhybrid.config import (
     MoeSpec,
     VisionSpec,
 )
-from jaxhybrid.models.config_reader import ConfigReader, end_tokens
+from jaxhybrid.models.config_reader import ConfigReader
 from jaxhybrid.models.qwen3_next import (
     by_key_head,
     delta_spec,
@@ -29,6 +29,7 @@ from jaxhybrid.models.qwen3_next import (
     shared_weights,
 )
 from jaxhybrid.models.qwen_vision import vision_spec, vision_weights
+from jaxhybrid.models.text_model import text_model
 from jaxhybrid.models.weight_table import Convert, LayerPlace, WeightTable, rows, trunk_weights
 
 MODEL_TYPES = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
@@ -60,18 +61,13 @@ def _text(read: ConfigReader, vision: VisionSpec | None) -> ModelConfig:
     read.require("hidden_act", "silu")
     read.require("mamba_ssm_dtype", "float32")
     mixers: dict[str, MixerSpec] = {"full_attention": attention, "linear_attention": delta}
-    return ModelConfig(
+    return text_model(
+        read,
         model_type="qwen3_5" + ("_moe" if is_moe else "") + ("_text" if vision is None else ""),
-        vocab_size=read.take("vocab_size"),
-        hidden_size=read.take("hidden_size"),
         layers=tuple(LayerSpec(mixers[kind], ffn) for kind in types),
-        rms_norm_eps=read.take("rms_norm_eps"),
         zero_centred_norms=True,
-        tie_word_embeddings=read.take("tie_word_embeddings", default=False),
         max_position_embeddings=positions,
         mtp_layers=prediction_layers(read, LayerSpec(attention, ffn)),
-        bos_token_id=read.take("bos_token_id", default=None),
-        eos_token_ids=end_tokens(read.take("eos_token_id", default=None)),
         vision=vision,
     )
 

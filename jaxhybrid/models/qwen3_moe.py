@@ -1,8 +1,9 @@
 """Qwen3-MoE (`qwen3_moe`): grouped-query attention and a mixture of experts without a shared one. arXiv 2505.09388."""
 
 from jaxhybrid.config import AttentionSpec, DenseSpec, LayerSpec, ModelConfig, MoeSpec
-from jaxhybrid.models.config_reader import ConfigReader, end_tokens
+from jaxhybrid.models.config_reader import ConfigReader
 from jaxhybrid.models.rope_keys import context_length, rope_spec
+from jaxhybrid.models.text_model import text_model
 from jaxhybrid.models.weight_table import WeightTable, trunk_weights
 
 MODEL_TYPES = ("qwen3_moe",)
@@ -39,17 +40,11 @@ def translate(read: ConfigReader) -> ModelConfig:
         is_moe = number not in dense_layers and (number + 1) % step == 0
         return LayerSpec(attention, moe if is_moe else dense)
 
-    return ModelConfig(
+    return text_model(
+        read,
         model_type="qwen3_moe",
-        vocab_size=read.take("vocab_size"),
-        hidden_size=read.take("hidden_size"),
         layers=tuple(layer(number) for number in range(read.take("num_hidden_layers"))),
-        rms_norm_eps=read.take("rms_norm_eps"),
-        zero_centred_norms=False,
-        tie_word_embeddings=read.take("tie_word_embeddings", default=False),
         max_position_embeddings=context_length(rope, positions),
-        bos_token_id=read.take("bos_token_id", default=None),
-        eos_token_ids=end_tokens(read.take("eos_token_id", default=None)),
     )
 
 

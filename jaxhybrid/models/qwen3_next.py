@@ -17,8 +17,9 @@ from jaxhybrid.config import (
     ModelConfig,
     MoeSpec,
 )
-from jaxhybrid.models.config_reader import ConfigReader, end_tokens
+from jaxhybrid.models.config_reader import ConfigReader
 from jaxhybrid.models.rope_keys import rope_spec
+from jaxhybrid.models.text_model import text_model
 from jaxhybrid.models.weight_table import LayerPlace, WeightTable, rows, trunk_weights
 
 MODEL_TYPES = ("qwen3_next",)
@@ -39,17 +40,12 @@ def translate(read: ConfigReader) -> ModelConfig:
         ffn: FfnSpec = moe if is_moe else dense
         return LayerSpec(mixer, ffn)
 
-    return ModelConfig(
+    return text_model(
+        read,
         model_type="qwen3_next",
-        vocab_size=read.take("vocab_size"),
-        hidden_size=read.take("hidden_size"),
         layers=tuple(layer(number) for number in range(len(types))),
-        rms_norm_eps=read.take("rms_norm_eps"),
         zero_centred_norms=True,
-        tie_word_embeddings=read.take("tie_word_embeddings", default=False),
         max_position_embeddings=positions,
-        bos_token_id=read.take("bos_token_id", default=None),
-        eos_token_ids=end_tokens(read.take("eos_token_id", default=None)),
         mtp_layers=prediction_layers(read, LayerSpec(attention, moe if moe.num_experts else dense)),
     )
 
