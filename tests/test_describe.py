@@ -23,14 +23,17 @@ TABLE = {
     "deepseek-v3": (671, 70272, 0),
     "deepseek-v3.2": (671, 85888, 0),
     "deepseek-v4-flash": (284, 6880, None),
+    "deepseek-v4-pro": (1573, 9848, None),
     "falcon-h1-0.5b": (0.52, 18432, 1557),
     "gemma-3-1b": (1.0, 4096, 0),
     "gemma-3-4b": (3.88, 20480, 0),
     "gemma-3-27b": (27.0, 81920, 0),
     "glm-5": (744, 109824, 0),
+    "glm-5.2": (744, 95232, 0),
     "gpt-oss-120b": (116.83, 36864, 0),
     "gpt-oss-20b": (20.91, 24576, 0),
     "granite-4.0-h-small": (32.2, 16384, 9327),
+    "jamba-1.5-large": (398, 36864, 1960),
     "jamba-1.5-mini": (51.6, 16384, 980),
     "kimi-k2": (1026, 70272, 0),
     "kimi-k3": (2780, 27648, 16253),
@@ -52,7 +55,14 @@ TABLE = {
 }
 WITH_PREDICTION = "qwen3.5"  # published with the prediction layer counted
 # Published billions that a token passes. Of those the embedding counts for one row only.
-ACTIVE = {"gpt-oss-20b": 3.61, "gpt-oss-120b": 5.13, "kimi-k3": 104, "nemotron-3-nano-30b-a3b": 3.2}
+ACTIVE = {
+    "deepseek-v4-pro": 49,
+    "jamba-1.5-large": 94,
+    "gpt-oss-20b": 3.61,
+    "gpt-oss-120b": 5.13,
+    "kimi-k3": 104,
+    "nemotron-3-nano-30b-a3b": 3.2,
+}
 
 
 def described(name: str, state_dtype: str = "float32") -> Description:
