@@ -21,9 +21,8 @@ from jaxhybrid.state.batch import BatchAddress
 GOLDENS = Path(__file__).parent / "goldens"
 NAMES = sorted(folder.parent.name for folder in GOLDENS.glob("*/golden.npz"))
 TOLERANCE = 2e-4  # of the logits' standard deviation
-BFLOAT16_TOLERANCE = (
-    0.15  # median error of bf16 weights and activations; a tiny router may flip and throw the maximum off
-)
+# Median over all logits, of bf16 weights and activations: a tiny router that flips throws single positions far off.
+BFLOAT16_TOLERANCE = 0.08
 ODD_CHUNK = 37
 CONFIG = jh.EngineConfig(
     max_sequences=4, max_tokens=4096, page_size=16, prefill_chunks=(ODD_CHUNK,), prefill_rows=4, row_buckets=(4,),
@@ -173,8 +172,8 @@ def test_scanned_layers_and_stacked_experts_in_bfloat16_stay_near(name: str) -> 
     stacked = Execution(scan_layers=True, stack_experts=True)
     close(jh.forward(jh.load_model(GOLDENS / name, execution=stacked), ids), logits, logits.std())
     low = jh.load_model(GOLDENS / name, dtype="bfloat16", execution=stacked)
-    worst = np.median(np.abs(np.asarray(jh.forward(low, ids)) - logits).max(-1)) / logits.std()
-    assert worst <= BFLOAT16_TOLERANCE
+    apart = np.median(np.abs(np.asarray(jh.forward(low, ids)) - logits)) / logits.std()
+    assert apart <= BFLOAT16_TOLERANCE
 
 
 def test_multi_token_prediction_equals_the_reference(golden, model) -> None:
