@@ -1,5 +1,6 @@
 PYTHON ?= python3
 VENV ?= .venv
+AOT ?= .venv-aot
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-
 TRACES ?=
@@ -16,11 +17,13 @@ $(STAMP)dev: pyproject.toml | $(STAMP)run
 	$(BIN)/pip install --quiet --editable '.[dev]'
 	touch $@
 
-# The plugin is of the installed jax's version; its own dependencies are gigabytes of CUDA that no compilation needs.
-$(STAMP)aot: pyproject.toml | $(STAMP)dev
-	$(BIN)/pip install --quiet --editable '.[tpu]'
-	version=$$($(BIN)/python -c "import jax; print(jax.__version__)"); \
-	$(BIN)/pip install --quiet --no-deps jax-cuda13-plugin==$$version jax-cuda13-pjrt==$$version
+# Apart from .venv: with these plugins there, every start of jax would look for a TPU and a GPU. The CUDA plugin is of the
+# installed jax's version; its own dependencies are gigabytes that no compilation needs.
+$(AOT)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(AOT)
+	$(AOT)/bin/pip install --quiet --editable '.[dev,tpu]'
+	version=$$($(AOT)/bin/python -c "import jax; print(jax.__version__)"); \
+	$(AOT)/bin/pip install --quiet --no-deps jax-cuda13-plugin==$$version jax-cuda13-pjrt==$$version
 	touch $@
 
 replay: $(STAMP)run
@@ -38,8 +41,8 @@ mesh: $(STAMP)dev
 slow: $(STAMP)dev
 	$(BIN)/python -m pytest -m slow $(ARGS)
 
-aot: $(STAMP)aot
-	$(BIN)/python -m pytest -m aot tests/aot $(ARGS)
+aot: $(AOT)/.installed
+	$(AOT)/bin/python -m pytest -m aot tests/aot $(ARGS)
 
 lint: $(STAMP)dev
 	$(BIN)/ruff check .
@@ -47,4 +50,4 @@ lint: $(STAMP)dev
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) $(OUT)
+	rm -rf $(VENV) $(AOT) $(OUT)
