@@ -29,8 +29,13 @@ def write(
     layer: int | Int[Array, ""],
     slots: Int[Array, " B"],
     new_slot: Callable[[Int[Array, ""]], Float[Array, "*slot"]],
+    *,
+    least_rounds: int = 2,
 ) -> Float[Array, "L N *slot"]:
-    """The state with slots[b] of the layer set to new_slot(b): on CPU a scatter takes twice as long as this loop."""
+    """The state with slots[b] of the layer set to new_slot(b): on CPU a scatter takes twice as long as this loop.
+
+    `least_rounds`: of the loop, over the last row again if there are fewer rows.
+    """
 
     rows = slots.shape[0]
 
@@ -40,5 +45,5 @@ def write(
         return jax.lax.dynamic_update_slice(state, new[None, None], (layer, slots[row], *(0,) * new.ndim))
 
     # One round would be unrolled and its write fused with the next layer's read, and XLA then writes to a copy of the
-    # whole array. To write one row twice costs less.
-    return jax.lax.fori_loop(0, max(rows, 2), body, state)
+    # whole array. To write one row twice costs less; large states, which XLA does not fuse, can ask for one round.
+    return jax.lax.fori_loop(0, max(rows, least_rounds), body, state)

@@ -56,7 +56,7 @@ def gated_delta(
     u = beta[..., None] * (v - seen[:, :, 0])
     out = seen[:, :, 1] + _einsum("bhk,bhk->bh", q, k)[..., None] * u
     new_row = lambda row: decay[row, :, :, None] * S[row] + k[row, :, :, None] * u[row, :, None]  # noqa: E731
-    return out[:, None], slots.write(state, layer, write_slots, new_row)
+    return out[:, None], slots.write(state, layer, write_slots, new_row, least_rounds=1)
 
 
 def _prepare(

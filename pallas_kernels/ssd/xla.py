@@ -54,7 +54,7 @@ def ssd(
     y = decay[..., None] * seen + overlap[..., None] * update + D[:, None] * x
     B = jnp.repeat(B, heads // groups, axis=1)
     new_row = lambda row: decay[row, :, None, None] * h[row] + update[row, :, :, None] * B[row, :, None]  # noqa: E731
-    return y[:, None], slots.write(state, layer, write_slots, new_row)
+    return y[:, None], slots.write(state, layer, write_slots, new_row, least_rounds=1)
 
 
 def _mask(valid: Bool[Array, "*rows"], *inputs: Float[Array, "..."]) -> list[Float[Array, "..."]]:

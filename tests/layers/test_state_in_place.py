@@ -15,7 +15,7 @@ from jaxhybrid.state.batch import BatchAddress
 GOLDENS = Path(__file__).parents[1] / "goldens"
 
 
-@pytest.mark.parametrize("name", ["kimi_linear_a", "deepseek_v32_a", "deepseek_v4_a"])
+@pytest.mark.parametrize("name", ["kimi_linear_a", "qwen3_next_a", "nemotron_h_a", "deepseek_v32_a", "deepseek_v4_a"])
 def test_one_token_of_one_sequence_moves_no_state_array(name: str) -> None:
     """The hardest case: XLA unrolls loops over one row, and fuses what is left."""
     model = jh.load_model(GOLDENS / name)
