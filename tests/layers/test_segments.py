@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from jaxhybrid.config import DenseSpec, KimiDeltaSpec, LatentAttentionSpec, LayerSpec, ModelConfig
 from jaxhybrid.layers.segments import MAX_PERIOD, SegmentPlan, plan_segments
-from jaxhybrid.models import family_of
-from jaxhybrid.models.config_reader import ConfigReader
+from jaxhybrid.models import translate
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 KINDS = (
@@ -30,7 +29,7 @@ def shape(plans: tuple[SegmentPlan, ...]) -> list[tuple[int, int, int]]:
 
 def published(name: str) -> ModelConfig:
     values = json.loads((CONFIGS / f"{name}.json").read_text())
-    return family_of(values, name).translate(ConfigReader(values, name))
+    return translate(values, name)
 
 
 SCHEDULES = st.one_of(

@@ -8,6 +8,7 @@ import jax
 import pytest
 from flax import nnx
 
+from jaxhybrid import models
 from jaxhybrid.config import (
     CompressedAttentionSpec,
     HyperConnections,
@@ -21,8 +22,6 @@ from jaxhybrid.config import (
 from jaxhybrid.errors import ConfigError
 from jaxhybrid.layers.context import Execution
 from jaxhybrid.layers.decoder import abstract_decoder
-from jaxhybrid.models import family_of
-from jaxhybrid.models.config_reader import ConfigReader
 from jaxhybrid.state.arrays import pool_arrays
 from jaxhybrid.state.layout import StateDtypes, layout_of
 
@@ -35,11 +34,7 @@ def published(name: str) -> dict:
 
 def translate(name: str, changes: dict | None = None) -> ModelConfig:
     values = published(name) | (changes or {})
-    family = family_of(values, name)
-    reader = ConfigReader({key: value for key, value in values.items() if key != "model_type"}, name)
-    config = family.translate(reader)
-    reader.finish()
-    return config
+    return models.translate(values, name)
 
 
 def parameters(module: nnx.Module) -> int:
@@ -188,10 +183,5 @@ def test_layer_types_and_rates_say_the_same_as_ratios() -> None:
     # The ratios are then nobody's.
     with pytest.raises(ConfigError, match="unknown keys compress_ratios"):
         translate("deepseek-v4-flash", spelt)
-    path = CONFIGS / "deepseek-v4-flash.json"
-    reader = ConfigReader(
-        {k: v for k, v in (values | spelt).items() if k not in ("model_type", "compress_ratios")}, "x"
-    )
-    config = family_of(values, str(path)).translate(reader)
-    reader.finish()
-    assert config == translate("deepseek-v4-flash")
+    without = {key: value for key, value in (values | spelt).items() if key != "compress_ratios"}
+    assert models.translate(without, "x") == translate("deepseek-v4-flash")

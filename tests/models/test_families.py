@@ -13,6 +13,7 @@ import pytest
 from flax import nnx
 
 import jaxhybrid as jh
+from jaxhybrid import models
 from jaxhybrid.checkpoint.dequantise import DequantisedFolder
 from jaxhybrid.checkpoint.safetensors_folder import CheckpointFolder
 from jaxhybrid.config import AttentionSpec, DenseSpec, ModelConfig, MoeSpec, RopeSpec
@@ -20,7 +21,7 @@ from jaxhybrid.errors import ConfigError
 from jaxhybrid.layers.context import Execution
 from jaxhybrid.layers.decoder import abstract_decoder
 from jaxhybrid.models import FAMILIES, family_of
-from jaxhybrid.models.config_reader import INERT_KEYS, ConfigReader
+from jaxhybrid.models.config_reader import INERT_KEYS
 from jaxhybrid.models.weight_table import WeightTable
 from jaxhybrid.state.arrays import pool_arrays
 from jaxhybrid.state.batch import BatchAddress
@@ -65,11 +66,7 @@ def published(model_type: str) -> dict:
 
 
 def translate(values: dict) -> ModelConfig:
-    family = family_of(values, WHERE)
-    reader = ConfigReader({key: value for key, value in values.items() if key != "model_type"}, WHERE)
-    config = family.translate(reader)
-    reader.finish()
-    return config
+    return models.translate(values, WHERE)
 
 
 def refused(values: dict) -> str:

@@ -8,6 +8,7 @@ import jax
 import pytest
 from flax import nnx
 
+from jaxhybrid import models
 from jaxhybrid.config import (
     AttentionMamba2Spec,
     AttentionSpec,
@@ -21,8 +22,6 @@ from jaxhybrid.config import (
 from jaxhybrid.errors import ConfigError
 from jaxhybrid.layers.context import Execution
 from jaxhybrid.layers.decoder import abstract_decoder
-from jaxhybrid.models import family_of
-from jaxhybrid.models.config_reader import ConfigReader
 from jaxhybrid.state.layout import StateDtypes, layout_of
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -30,11 +29,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 
 def translate(name: str, changes: dict | None = None) -> ModelConfig:
     values = json.loads((CONFIGS / f"{name}.json").read_text()) | (changes or {})
-    family = family_of(values, name)
-    reader = ConfigReader({key: value for key, value in values.items() if key != "model_type"}, name)
-    config = family.translate(reader)
-    reader.finish()
-    return config
+    return models.translate(values, name)
 
 
 def parameters(module: nnx.Module) -> int:

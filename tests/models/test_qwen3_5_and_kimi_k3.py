@@ -8,6 +8,7 @@ import jax
 import pytest
 from flax import nnx
 
+from jaxhybrid import models
 from jaxhybrid.config import (
     ActivationSpec,
     AttentionResidual,
@@ -24,8 +25,6 @@ from jaxhybrid.errors import ConfigError
 from jaxhybrid.layers.context import Execution
 from jaxhybrid.layers.decoder import abstract_decoder
 from jaxhybrid.layers.segments import plan_segments
-from jaxhybrid.models import family_of
-from jaxhybrid.models.config_reader import ConfigReader
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -35,11 +34,7 @@ def translate(name: str, part: str | None = None, **changes: object) -> ModelCon
     values = json.loads((CONFIGS / f"{name}.json").read_text())
     if part is not None:
         values[part] |= changes
-    family = family_of(values, name)
-    reader = ConfigReader({key: value for key, value in values.items() if key != "model_type"}, name)
-    config = family.translate(reader)
-    reader.finish()
-    return config
+    return models.translate(values, name)
 
 
 @pytest.mark.parametrize(

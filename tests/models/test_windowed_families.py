@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from jaxhybrid import models
 from jaxhybrid.config import (
     ActivationSpec,
     AttentionSpec,
@@ -19,8 +20,6 @@ from jaxhybrid.config import (
     YarnScaling,
 )
 from jaxhybrid.errors import ConfigError
-from jaxhybrid.models import family_of
-from jaxhybrid.models.config_reader import ConfigReader
 from jaxhybrid.models.rope_keys import with_rope_scaling
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -31,10 +30,7 @@ def read(name: str, **changes: object) -> dict:
 
 
 def translate(values: dict) -> ModelConfig:
-    reader = ConfigReader({key: value for key, value in values.items() if key != "model_type"}, "config.json")
-    config = family_of(values, "config.json").translate(reader)
-    reader.finish()
-    return config
+    return models.translate(values, "config.json")
 
 
 def attention(config: ModelConfig, layer: int) -> AttentionSpec:

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from jaxhybrid.config import DenseSpec, GatedDeltaNetSpec, KimiDeltaSpec, LatentAttentionSpec, LayerSpec
-from jaxhybrid.models import family_of
-from jaxhybrid.models.config_reader import ConfigReader
+from jaxhybrid.models import translate
 from jaxhybrid.state.layout import LeafSpec, StateDtypes, StateLayout, layout_of
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -16,7 +15,7 @@ PUBLISHED_DTYPES = StateDtypes(state="float32", cache="bfloat16")
 
 def published(name: str, dtypes: StateDtypes = PUBLISHED_DTYPES) -> StateLayout:
     values = json.loads((CONFIGS / f"{name}.json").read_text())
-    return layout_of(family_of(values, name).translate(ConfigReader(values, name)).layers, dtypes)
+    return layout_of(translate(values, name).layers, dtypes)
 
 
 def bytes_of(layout: StateLayout) -> dict[str, int]:
