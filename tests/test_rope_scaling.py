@@ -62,3 +62,10 @@ def test_dynamic_scaling_equals_the_reference_token_by_token() -> None:
     again = engine.prefill(ids)
     assert again.reuse.resumed == 90
     np.testing.assert_allclose(again.logits(), expected[-1], atol=1e-4 * expected.std())
+
+
+@pytest.mark.parametrize(("name", "rules"), [("falcon_h1_a", 1), ("deepseek_v32_a", 2), ("jamba_a", 0)])
+def test_the_positional_rule_names_every_rope_of_a_mixer(name: str, rules: int) -> None:
+    """Also those of the attention beside a Mamba, and of an indexer."""
+    rule = schema_of(jh.load_model(GOLDEN.parent / name), 16, "default").positional_rule
+    assert rule.count("'theta'") == rules

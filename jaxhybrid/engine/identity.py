@@ -1,9 +1,12 @@
 """The identity a bundle is filed under: everything that changes the state transition."""
 
-from dataclasses import asdict
+from collections.abc import Iterator
+from dataclasses import asdict, fields, is_dataclass
+from typing import Any
 
 import jax
 
+from jaxhybrid.config import RopeSpec
 from jaxhybrid.errors import TokenError
 from jaxhybrid.model import Model
 from jaxhybrid.state.schema import LeafSchema, StateSchema
@@ -18,9 +21,8 @@ def schema_of(model: Model, page_size: int, tenant: str) -> StateSchema:
         LeafSchema(f"{leaf.group}.{leaf.name}", leaf.dtype, (leaf.layers, *leaf.shape)) for leaf in model.layout.leaves
     )
     devices = "one device" if model.partition is None else f"mesh {dict(model.partition.mesh.shape)}"
-    mixers = [layer.mixer for layer in model.config.layers if layer.mixer is not None]
-    ropes = {getattr(mixer, "rope", None) for mixer in mixers}
-    rule = "; ".join(sorted(str(asdict(rope)) for rope in ropes if rope is not None)) or "none"
+    ropes = {rope for layer in model.config.layers for rope in _ropes(layer.mixer)}
+    rule = "; ".join(sorted(str(asdict(rope)) for rope in ropes)) or "none"
     return StateSchema(
         weights=model.fingerprint,
         config=model.config_fingerprint,
@@ -33,6 +35,15 @@ def schema_of(model: Model, page_size: int, tenant: str) -> StateSchema:
         numerics=f"{jax.default_backend()}, {devices}, weights {model.dtypes.cache}, state {model.dtypes.state}",
         tenant=tenant,
     )
+
+
+def _ropes(spec: Any) -> Iterator[RopeSpec]:
+    """Of a mixer, and of the indexer or attention that is part of it."""
+    if isinstance(spec, RopeSpec):
+        yield spec
+    elif is_dataclass(spec):
+        for field in fields(spec):
+            yield from _ropes(getattr(spec, field.name))
 
 
 def _tokenizer_fingerprint(model: Model) -> str:
