@@ -47,6 +47,9 @@ class Media:
     grid: tuple[int, int, int]
 
     def __post_init__(self) -> None:
+        sides = np.asarray(self.grid)
+        if sides.shape != (3,) or not np.issubdtype(sides.dtype, np.integer) or sides.min() < 1:
+            raise TokenError(f"expected a grid of (time, height, width) in patches, got {self.grid!r}")
         time, height, width = self.grid
         if self.patches.ndim != 2 or self.patches.shape[0] != time * height * width or not self.patches.size:
             raise TokenError(f"expected {time} x {height} x {width} patches, got an array of {self.patches.shape}")

@@ -295,3 +295,9 @@ def test_a_model_without_vision_takes_no_media(golden: dict[str, np.ndarray]) ->
         jh.forward(model, [3, 4], items(golden)[:1])
     with pytest.raises(ConfigError, match="takes text alone"):
         model.patch_rule  # noqa: B018
+
+
+@pytest.mark.parametrize("grid", [[(1, 2, 2)], (2, 2), (1, 2, 0), (1.0, 2.0, 2.0)])
+def test_a_grid_that_is_none_is_refused(grid) -> None:
+    with pytest.raises(TokenError, match=r"expected a grid of \(time, height, width\) in patches, got"):
+        jh.Media(np.zeros((4, 6), np.float32), grid)
