@@ -3,8 +3,7 @@ value channels, whose part of the state stays in registers. States come from the
 slot of the same array.
 
 Prefill takes 16 tokens at a time, the least that the matrix units take. The maths is that of `xla.py`, save the decays
-between two tokens: they are exponentials of a difference of running sums, which is exact as the sums are kept in two
-parts. One has few enough bits for its sums to be exact, the other is so small that its rounding does not matter.
+between two tokens (`pallas_kernels.triton_maths`).
 """
 
 import functools
@@ -15,6 +14,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Float, Int
+
+from pallas_kernels.triton_maths import at_and_before, decay_between, dot, running_sums
 
 CHUNK = 16
 # Value channels of a program: at batch 1, 32 heads of 128 channels then occupy all of a Hopper part.
@@ -128,49 +129,23 @@ def _prefill(layer, read_slots, write_slots, lengths, q, k, v, log_decay, beta, 
         )  # fmt: skip
         kk, qk = (x * scale[:, None] * key_scale for x, scale in ((kk, key_scale), (qk, query_scale)))
         query, key = query * query_scale[:, None], key * key_scale[:, None]
-        seen = _dot(key * before, S, exact)
+        seen = dot(key * before, S, exact)
         inverse = _unit_lower_inverse(strength[:, None] * kk)
-        u = _dot(inverse * strength, value - seen, exact)
-        out[row, tokens, head, values] = _dot(query * before, S, exact) + _dot(qk, u, exact)
-        return total * S + _dot((key * after).T, u, exact)
+        u = dot(inverse * strength, value - seen, exact)
+        out[row, tokens, head, values] = dot(query * before, S, exact) + dot(qk, u, exact)
+        return total * S + dot((key * after).T, u, exact)
 
     first = state[layer[0], read_slots[row], head, :, values]
     S = jax.lax.fori_loop(0, pl.cdiv(lengths[row], CHUNK), chunk, first.astype(jnp.float32))
     new_state[layer[0], write_slots[row], head, :, values] = S.astype(new_state.dtype)
 
 
-def _dot(a: Float[Array, "m k"], b: Float[Array, "k n"], exact: bool) -> Float[Array, "m n"]:
-    """Of float32 factors if exact, else of factors rounded to bfloat16; summed in float32."""
-    if exact:
-        return jnp.dot(a, b, precision="highest", preferred_element_type=jnp.float32)
-    return jnp.dot(a.astype(jnp.bfloat16), b.astype(jnp.bfloat16), preferred_element_type=jnp.float32)
-
-
-def _running_sums(x: Float[Array, "C *d"]) -> tuple[list[Array], list[Array]]:
-    """Sums over tokens up to each, and over all, in two parts: multiples of 2^-11 below 2^11, numbers below 2^-7."""
-    x = jnp.maximum(x, -100.0)
-    high = jnp.floor(x * 2048.0) * (1 / 2048.0)
-    parts = (high, x - high)
-    return [jnp.cumsum(part, axis=0) for part in parts], [part.sum(axis=0) for part in parts]
-
-
-def _decay(to: list[Array], since: list[Array], index_to: Any, index_since: Any) -> Array:
-    """exp(to - since), each of two parts."""
-    high, low = (t[index_to] - s[index_since] for t, s in zip(to, since, strict=True))
-    return jnp.exp(high + low)
-
-
-def _lower():
-    token = jnp.arange(CHUNK)
-    return token[:, None] >= token[None, :]
-
-
 def _products_per_head(load, load_decay, q, k, exact):
-    sums, total = _running_sums(load_decay())
+    sums, total = running_sums(load_decay())
     query, key = load(q, slice(None)), load(k, slice(None))
-    decays = jnp.where(_lower(), _decay(sums, sums, (slice(None), None), (None, slice(None))), 0)
-    kk, qk = (decays * _dot(x, key.T, exact) for x in (key, query))
-    before, after = jnp.exp(sums[0] + sums[1]), _decay(total, sums, (None,), (slice(None),))
+    decays = jnp.where(at_and_before(CHUNK), decay_between(sums, sums, (slice(None), None), (None, slice(None))), 0)
+    kk, qk = (decays * dot(x, key.T, exact) for x in (key, query))
+    before, after = jnp.exp(sums[0] + sums[1]), decay_between(total, sums, (None,), (slice(None),))
     return kk, qk, before[:, None], after[:, None], jnp.exp(total[0] + total[1])
 
 
@@ -178,14 +153,14 @@ def _products_per_channel(load, load_decay, q, k, exact):
     kk = qk = jnp.zeros((CHUNK, CHUNK), jnp.float32)
     for start in range(0, k.shape[3], _KEY_BLOCK):
         channels = pl.ds(start, _KEY_BLOCK)
-        sums, _ = _running_sums(load_decay(channels))
+        sums, _ = running_sums(load_decay(channels))
         query, key = load(q, channels), load(k, channels)
-        decays = _decay(sums, sums, (slice(None), None), (None, slice(None)))
-        decays = jnp.where(_lower()[:, :, None], decays, 0) * key[None]
+        decays = decay_between(sums, sums, (slice(None), None), (None, slice(None)))
+        decays = jnp.where(at_and_before(CHUNK)[:, :, None], decays, 0) * key[None]
         kk = kk + (key[:, None] * decays).sum(axis=2)
         qk = qk + (query[:, None] * decays).sum(axis=2)
-    sums, total = _running_sums(load_decay(slice(None)))
-    before, after = jnp.exp(sums[0] + sums[1]), _decay(total, sums, (None,), (slice(None),))
+    sums, total = running_sums(load_decay(slice(None)))
+    before, after = jnp.exp(sums[0] + sums[1]), decay_between(total, sums, (None,), (slice(None),))
     return kk, qk, before, after, jnp.exp(total[0] + total[1])[:, None]
 
 
@@ -194,7 +169,7 @@ def _unit_lower_inverse(x: Float[Array, "C C"]) -> Float[Array, "C C"]:
     token = jnp.arange(CHUNK)
     apart, below = token[:, None] ^ token[None, :], token[:, None] > token[None, :]
     inverse = jnp.where(apart == 0, 1.0, 0.0)
-    product = functools.partial(_dot, exact=True)
+    product = functools.partial(dot, exact=True)
     for half in (1, 2, 4, 8):
         corner = jnp.where((apart >= half) & (apart < 2 * half) & below, x, 0)
         inverse = inverse - (corner if half == 1 else product(product(inverse, corner), inverse))

@@ -6,12 +6,13 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.partition import Axes, split
 from pallas_kernels.registry import Implementation, Operator, choose
-from pallas_kernels.short_conv import reference, tpu, xla
+from pallas_kernels.short_conv import gpu, reference, tpu, xla
 
 OPERATOR = Operator(
     "short_conv",
     (
         Implementation("pallas", tpu.short_conv, platforms=("tpu",), accepts=tpu.accepts),
+        Implementation("pallas", gpu.short_conv, platforms=("gpu",)),
         Implementation("xla", xla.short_conv),
         Implementation("reference", reference.short_conv, automatic=False),
     ),
