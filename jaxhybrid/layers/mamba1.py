@@ -34,7 +34,7 @@ class Mamba1(nnx.Module):
         self.c_layernorm = RmsNorm(spec.state_size, context.eps, dtype)
         self.dt_proj = Linear(spec.dt_rank, inner, ("heads", None), dtype)
         self.dt_bias = parameter((inner,), ("heads",), jnp.float32)
-        self.A_log = parameter((inner, spec.state_size), ("heads", None), jnp.float32)
+        self.A_log = parameter((spec.state_size, inner), (None, "heads"), jnp.float32)
         self.D = parameter((inner,), ("heads",), jnp.float32)
         self.out_proj = Linear(inner, hidden, (None, "heads"), dtype, bias=spec.proj_bias)
 

@@ -3,6 +3,8 @@
 import math
 from collections.abc import Callable
 
+import numpy as np
+
 from jaxhybrid.config import AttentionSpec, DenseSpec, FfnSpec, LayerSpec, Mamba1Spec, MixerSpec, ModelConfig, MoeSpec
 from jaxhybrid.models.config_reader import ConfigReader
 from jaxhybrid.models.text_model import text_model
@@ -105,5 +107,6 @@ def _mamba(place: LayerPlace, prefix: str, spec: Mamba1Spec) -> None:
     place.add(f"{prefix}.conv1d.weight", "mixer", "conv", shape=(spec.intermediate_size, 1, spec.conv_kernel_size))
     if spec.conv_bias:
         place.add(f"{prefix}.conv1d.bias", "mixer", "conv_bias")
-    for name in ("A_log", "D"):
-        place.add(f"{prefix}.{name}", "mixer", name)
+    place.add(f"{prefix}.D", "mixer", "D")
+    rates = (spec.intermediate_size, spec.state_size)
+    place.add(f"{prefix}.A_log", "mixer", "A_log", shape=rates, convert=np.transpose)

@@ -137,9 +137,7 @@ def _leaves(mixer: MixerSpec, group: str, layers: int, dtypes: StateDtypes) -> l
         case Mamba2Spec():
             return _mamba2_leaves(mixer, group, layers, dtypes)
         case Mamba1Spec():
-            channels = mixer.intermediate_size
-            conv = (mixer.conv_kernel_size - 1, channels)
-            return _recurrent_leaves(group, layers, (channels, mixer.state_size), conv, dtypes)
+            return _mamba1_leaves(mixer, group, layers, dtypes)
         case AttentionMamba2Spec():
             return [leaf for part in (mixer.attention, mixer.mamba) for leaf in _leaves(part, group, layers, dtypes)]
 
@@ -167,6 +165,16 @@ def _mamba2_leaves(mixer: Mamba2Spec, group: str, layers: int, dtypes: StateDtyp
         LeafSpec(group, "recurrent", layers, state, dtypes.state, "fixed", ("heads", None, None)),
         LeafSpec(group, "conv_x", layers, (taps, mixer.intermediate_size), dtypes.cache, "fixed", (None, "heads")),
         LeafSpec(group, "conv_bc", layers, shared, dtypes.cache, "fixed", (None, None)),
+    ]
+
+
+def _mamba1_leaves(mixer: Mamba1Spec, group: str, layers: int, dtypes: StateDtypes) -> list[LeafSpec]:
+    """Channels last in both: a channel's state is too short to lie along registers."""
+    axes = (None, "heads")
+    state, conv = ((rows, mixer.intermediate_size) for rows in (mixer.state_size, mixer.conv_kernel_size - 1))
+    return [
+        LeafSpec(group, "recurrent", layers, state, dtypes.state, "fixed", axes),
+        LeafSpec(group, "conv", layers, conv, dtypes.cache, "fixed", axes),
     ]
 
 

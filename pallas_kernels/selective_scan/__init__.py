@@ -13,8 +13,8 @@ OPERATOR = Operator(
         Implementation("reference", reference.selective_scan, automatic=False),
     ),
     Axes(
-        arguments=("_ _ heads", "_ _ heads", "heads", "", "", "heads", "_ _ heads"),
-        results=("_ _ heads", "_ _ heads"),
+        arguments=("_ _ heads", "_ _ heads", "_ heads", "", "", "heads", "_ _ _ heads"),
+        results=("_ _ heads", "_ _ _ heads"),
     ),
 )
 
@@ -22,22 +22,23 @@ OPERATOR = Operator(
 def selective_scan(
     x: Float[Array, "B T E"],
     dt: Float[Array, "B T E"],
-    A: Float[Array, "E N"],
+    A: Float[Array, "N E"],
     B: Float[Array, "B T N"],
     C: Float[Array, "B T N"],
     D: Float[Array, " E"],
-    state: Float[Array, "L S E N"],
+    state: Float[Array, "L S N E"],
     layer: int | Int[Array, ""],
     read_slots: Int[Array, " B"],
     write_slots: Int[Array, " B"],
     lengths: Int[Array, " B"],
-) -> tuple[Float[Array, "B T E"], Float[Array, "L S E N"]]:
+) -> tuple[Float[Array, "B T E"], Float[Array, "L S N E"]]:
     """Run T tokens of Mamba-1 (arXiv:2312.00752, section 3) from each row's state.
 
     Per channel, with a state of N numbers that each decay at their own rate:
 
         h <- exp(dt A) h + (dt x) B;  y = h . C + D x
 
+    Channels lie along the last axis, of the state too: N is small, and would leave most of a vector register empty.
     All arithmetic is float32 whatever the inputs' dtypes.
 
     Args:

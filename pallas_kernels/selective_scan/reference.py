@@ -8,24 +8,24 @@ from jaxtyping import Array, Float, Int
 def selective_scan(
     x: Float[Array, "B T E"],
     dt: Float[Array, "B T E"],
-    A: Float[Array, "E N"],
+    A: Float[Array, "N E"],
     B: Float[Array, "B T N"],
     C: Float[Array, "B T N"],
     D: Float[Array, " E"],
-    state: Float[Array, "L S E N"],
+    state: Float[Array, "L S N E"],
     layer: int | Int[Array, ""],
     read_slots: Int[Array, " B"],
     write_slots: Int[Array, " B"],
     lengths: Int[Array, " B"],
-) -> tuple[Float[Array, "B T E"], Float[Array, "L S E N"]]:
+) -> tuple[Float[Array, "B T E"], Float[Array, "L S N E"]]:
     """Arguments and result as in `pallas_kernels.selective_scan.selective_scan`."""
     A, D = A.astype(jnp.float32), D.astype(jnp.float32)
 
     def step(h, token):
         x, dt, B, C, valid = token
         x, dt, B, C = (jnp.where(valid[:, None], v, 0).astype(jnp.float32) for v in (x, dt, B, C))
-        h = jnp.exp(dt[..., None] * A) * h + (dt * x)[..., None] * B[:, None]
-        return h, jnp.einsum("ben,bn->be", h, C, precision="highest") + D * x
+        h = jnp.exp(dt[:, None] * A) * h + (dt * x)[:, None] * B[..., None]
+        return h, jnp.einsum("bne,bn->be", h, C, precision="highest") + D * x
 
     valid = jnp.arange(x.shape[1])[:, None] < lengths
     tokens = [v.swapaxes(0, 1) for v in (x, dt, B, C)]

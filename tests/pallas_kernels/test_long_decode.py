@@ -120,7 +120,7 @@ def test_ssd():
 @pytest.mark.slow
 def test_selective_scan():
     rng = np.random.default_rng(2)
-    rates = np.exp(rng.standard_normal((HEADS, STATE)) / 2).astype(np.float32)
+    rates = np.exp(rng.standard_normal((STATE, HEADS)) / 2).astype(np.float32)
     D = rng.standard_normal(HEADS).astype(np.float32)
     per_token = {
         "x": rng.standard_normal((STEPS, HEADS)),
@@ -134,8 +134,8 @@ def test_selective_scan():
         return selective_scan(x, dt, -jnp.asarray(rates), B, C, jnp.asarray(D), state, 0, SLOTS, SLOTS, jnp.array([1]))
 
     def exact(token, h):
-        h = np.exp(-token["dt"][:, None] * rates) * h + (token["dt"] * token["x"])[:, None] * token["B"]
-        return h @ token["C"] + D * token["x"], h
+        h = np.exp(-token["dt"] * rates) * h + token["B"][:, None] * (token["dt"] * token["x"])
+        return token["C"] @ h + D * token["x"], h
 
-    state = jnp.zeros((1, 2, HEADS, STATE))
+    state = jnp.zeros((1, 2, STATE, HEADS))
     check(decode(step, per_token, state), exact_decode(exact, per_token, state.shape[2:]))

@@ -40,7 +40,7 @@ def make_inputs(name, batch=3, tokens=TOKENS, seed=0, rate=1.0):
     return {
         "x": normal(batch, tokens, *channels, *heads),
         "dt": jax.nn.softplus(2 * normal(batch, tokens, *channels)),
-        "A": -rate * jnp.exp(normal(*channels, *rates)),
+        "A": -rate * jnp.exp(normal(*rates, *channels)),
         "B": normal(batch, tokens, *groups, STATE),
         "C": normal(batch, tokens, *groups, STATE),
         "D": normal(*channels),
@@ -51,8 +51,8 @@ PER_TOKEN = ("x", "dt", "B", "C")
 
 
 def make_state(name, seed=1):
-    shape = (HEADS, HEAD_DIM) if name == "ssd" else (CHANNELS,)
-    return jnp.asarray(np.random.default_rng(seed).standard_normal((LAYERS, SLOTS, *shape, STATE)), jnp.float32)
+    shape = (HEADS, HEAD_DIM, STATE) if name == "ssd" else (STATE, CHANNELS)
+    return jnp.asarray(np.random.default_rng(seed).standard_normal((LAYERS, SLOTS, *shape)), jnp.float32)
 
 
 def check(name, inputs, read_slots, write_slots, lengths, layer=1):
@@ -89,11 +89,11 @@ def test_the_reference_of_selective_scan_is_the_equation():
     out, new_state = reference(name, *inputs.values(), state, 0, jnp.array([4]), jnp.array([2]), jnp.array([3]))
     x, dt, A, B, C, D = (np.array(value, np.float64) for value in inputs.values())
     channel = 31
-    h = np.array(state[0, 4, channel], np.float64)
+    h = np.array(state[0, 4, :, channel], np.float64)
     for t in range(3):
-        h = np.exp(dt[0, t, channel] * A[channel]) * h + dt[0, t, channel] * x[0, t, channel] * B[0, t]
+        h = np.exp(dt[0, t, channel] * A[:, channel]) * h + dt[0, t, channel] * x[0, t, channel] * B[0, t]
         np.testing.assert_allclose(out[0, t, channel], h @ C[0, t] + D[channel] * x[0, t, channel], atol=2e-6)
-    np.testing.assert_allclose(new_state[0, 2, channel], h, atol=2e-6)
+    np.testing.assert_allclose(new_state[0, 2, :, channel], h, atol=2e-6)
 
 
 @both
