@@ -4,11 +4,12 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import registry
 from pallas_kernels.partition import Axes
-from pallas_kernels.sparse_attention import reference, xla
+from pallas_kernels.sparse_attention import gpu, reference, xla
 
 INDEX_TOP_K = registry.Operator(
     "index_top_k",
     (
+        registry.Implementation("pallas", gpu.index_top_k, platforms=("gpu",), accepts=gpu.accepts_index),
         registry.Implementation("xla", xla.index_top_k),
         registry.Implementation("reference", reference.index_top_k, automatic=False),
     ),
@@ -18,6 +19,7 @@ INDEX_TOP_K = registry.Operator(
 SPARSE_LATENT_ATTENTION = registry.Operator(
     "sparse_latent_attention",
     (
+        registry.Implementation("pallas", gpu.sparse_latent_attention, platforms=("gpu",), accepts=gpu.accepts),
         registry.Implementation("xla", xla.sparse_latent_attention),
         registry.Implementation("reference", reference.sparse_latent_attention, automatic=False),
     ),
