@@ -33,7 +33,7 @@ from jaxhybrid.models.rope_keys import with_rope_scaling
 from jaxhybrid.models.weight_table import WeightTable
 from jaxhybrid.parallel.fitting import execution_on, fit_to_mesh
 from jaxhybrid.parallel.mesh import partition_of
-from jaxhybrid.parallel.sharding import parameter_struct, pool_shardings
+from jaxhybrid.parallel.sharding import parameter_struct, pool_places
 from jaxhybrid.state.arrays import PoolArrays, pool_arrays
 from jaxhybrid.state.batch import BatchAddress
 from jaxhybrid.state.layout import StateDtypes, StateLayout, layout_of
@@ -76,7 +76,7 @@ class Model:
         self.partition = partition
         self.rope_scaling = rope_scaling
         self.layout: StateLayout = layout_of(config.layers, dtypes, config.vocab_size)
-        self.pool_shardings = pool_shardings(self.layout, partition)
+        self.pool_places = pool_places(self.layout, partition, jax.default_backend())
 
     @cached_property
     def tokenizer(self) -> "ChatTokenizer":
@@ -143,8 +143,8 @@ class Model:
 
     @cached_property
     def _chunk_logits(self):
-        shardings = (None, self.pool_shardings)
-        return jax.jit(partial(_chunk_logits, self.graph), donate_argnums=1, out_shardings=shardings)
+        places = (None, self.pool_places)
+        return jax.jit(partial(_chunk_logits, self.graph), donate_argnums=1, out_shardings=places)
 
 
 def load_model(
@@ -226,7 +226,7 @@ def forward(
     chunk = min(FORWARD_CHUNK, max(16, 1 << (ids.size - 1).bit_length()))
     pages = -(-ids.size // FORWARD_PAGE) + -(-chunk // FORWARD_PAGE)
     pages = 1 << (pages - 1).bit_length()
-    pool = pool_arrays(model.layout, 2, pages + 1, FORWARD_PAGE, model.pool_shardings)
+    pool = pool_arrays(model.layout, 2, pages + 1, FORWARD_PAGE, model.pool_places)
     table, slot = jnp.arange(1, pages + 1, dtype=jnp.int32)[None], jnp.ones(1, jnp.int32)
     logits = []
     for start in range(0, ids.size, chunk):

@@ -191,7 +191,7 @@ class Programs:
         self._parameters = model.parameters
         self._graph = model.graph
         self._paged = frozenset((leaf.group, leaf.name) for leaf in model.layout.paged)
-        self._pool = model.pool_shardings
+        self._pool = model.pool_places
         self._compiled: dict[Hashable, Any] = {}
 
     @property

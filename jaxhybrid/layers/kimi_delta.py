@@ -51,11 +51,14 @@ class KimiDelta(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], dict[str, Array]]:
         spec, (rows, steps, _), address = self.spec, x.shape, step.address
         slots = (index, address.read_slots, address.write_slots, address.lengths)
-        mixed, conv = short_conv(self.qkv_proj(x), self.qkv_conv[...], state["conv"], *slots)
-        q, k, v = jnp.moveaxis(mixed.reshape(rows, steps, 3, spec.num_heads, spec.head_dim), 2, 0)
+        inputs, filters, changed, mixed = self.qkv_proj(x), self.qkv_conv[...], {}, []
+        for place, name in enumerate(("conv_q", "conv_k", "conv_v")):
+            y, changed[name] = short_conv(inputs[:, :, place], filters[place], state[name], *slots)
+            mixed.append(y.reshape(rows, steps, spec.num_heads, spec.head_dim))
+        q, k, v = mixed
         beta = jax.nn.sigmoid(self.b_proj(x).astype(jnp.float32))
         out, recurrent = gated_delta(q, k, v, self.log_decay(x), beta, state["recurrent"], *slots)
         gate = self.g_proj(x) if spec.full_rank_gate else self.g_b_proj(self.g_a_proj(x))
         gate = gate.astype(jnp.float32).reshape(out.shape)
         out = (self.o_norm(out) * jax.nn.sigmoid(gate)).astype(x.dtype)
-        return self.o_proj(out.reshape(rows, steps, -1)), {"conv": conv, "recurrent": recurrent}
+        return self.o_proj(out.reshape(rows, steps, -1)), {**changed, "recurrent": recurrent}

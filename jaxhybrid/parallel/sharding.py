@@ -2,9 +2,10 @@
 
 import jax
 from flax import nnx
-from jax.sharding import NamedSharding
+from jax.experimental.layout import Format, Layout
+from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 
-from jaxhybrid.state.arrays import PoolShardings
+from jaxhybrid.state.arrays import PoolPlaces
 from jaxhybrid.state.layout import LeafSpec, StateLayout
 from pallas_kernels.partition import Partition
 
@@ -24,11 +25,23 @@ def leaf_sharding(leaf: LeafSpec, partition: Partition) -> NamedSharding:
     return partition.sharding((*(None,) * above, *leaf.axes), (*(1,) * above, *leaf.shape))
 
 
-def pool_shardings(layout: StateLayout, partition: Partition | None) -> PoolShardings | None:
-    """A sharding for every array of a pool, as programs keep them; None on one device."""
-    if partition is None:
+def pool_places(layout: StateLayout, partition: Partition | None, platform: str) -> PoolPlaces | None:
+    """Where every array of a pool lies, as programs keep them; None leaves it to the compiler.
+
+    On a TPU all are row-major. A compiler left alone likes to lay slots or pages along a tile, and then copies the
+    whole array at the edge of every program whose kernels take rows of it.
+    """
+    if partition is None and platform != "tpu":
         return None
-    shardings: PoolShardings = {}
+
+    def place(leaf: LeafSpec) -> Sharding | Format:
+        where = SingleDeviceSharding(jax.devices()[0]) if partition is None else leaf_sharding(leaf, partition)
+        if platform != "tpu":
+            return where
+        above = 2 if leaf.growth == "fixed" else 3
+        return Format(Layout(tuple(range(above + len(leaf.shape)))), where)
+
+    places: PoolPlaces = {}
     for leaf in layout.leaves:
-        shardings.setdefault(leaf.group, {})[leaf.name] = leaf_sharding(leaf, partition)
-    return shardings
+        places.setdefault(leaf.group, {})[leaf.name] = place(leaf)
+    return places

@@ -1,16 +1,19 @@
 """The arrays of a state pool: zeros to begin with, donated to every program and returned by it."""
 
 from collections.abc import Mapping
+from functools import partial
 
+import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+from jax.experimental.layout import Format
+from jax.sharding import Sharding
 from jaxtyping import Array
 
 from jaxhybrid.errors import ConfigError
 from jaxhybrid.state.layout import LeafSpec, StateLayout
 
 PoolArrays = dict[str, dict[str, Array]]  # group -> leaf -> [layers, slots, ...] or [layers, pages, page_size, ...]
-PoolShardings = dict[str, dict[str, NamedSharding]]  # likewise: where each array lies on a mesh
+PoolPlaces = dict[str, dict[str, Sharding | Format]]  # likewise: on which devices each array lies, and in which order
 
 
 def leaf_shape(leaf: LeafSpec, slots: int, pages: int, page_size: int) -> tuple[int, ...]:
@@ -33,15 +36,22 @@ def pool_arrays(
     slots: int,
     pages: int,
     page_size: int,
-    shardings: PoolShardings | None = None,
+    places: PoolPlaces | None = None,
 ) -> PoolArrays:
     """Slot 0 and page 0 are the null slot and page: `slots` and `pages` count them."""
     arrays: PoolArrays = {}
     for leaf in layout.leaves:
         shape = leaf_shape(leaf, slots, pages, page_size)
-        where = None if shardings is None else shardings[leaf.group][leaf.name]
-        arrays.setdefault(leaf.group, {})[leaf.name] = jnp.zeros(shape, leaf.dtype, device=where)
+        place = None if places is None else places[leaf.group][leaf.name]
+        arrays.setdefault(leaf.group, {})[leaf.name] = _zeros(shape, leaf.dtype, place)
     return arrays
+
+
+def _zeros(shape: tuple[int, ...], dtype: str, place: Sharding | Format | None) -> Array:
+    """As a program where there is a place to say: only a program's results can be laid out in any order."""
+    if place is None:
+        return jnp.zeros(shape, dtype)
+    return jax.jit(partial(jnp.zeros, shape, dtype), out_shardings=place)()
 
 
 def bytes_by_kind(layout: StateLayout, slots: int, pages: int, page_size: int) -> Mapping[str, int]:

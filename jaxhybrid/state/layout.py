@@ -129,8 +129,7 @@ def _leaves(mixer: MixerSpec, group: str, layers: int, dtypes: StateDtypes) -> l
         case CompressedAttentionSpec():
             return _compressed_leaves(mixer, group, layers, dtypes)
         case KimiDeltaSpec():
-            heads, dim, taps = mixer.num_heads, mixer.head_dim, mixer.short_conv_kernel_size
-            return _recurrent_leaves(group, layers, (heads, dim, dim), (taps - 1, 3, heads * dim), dtypes)
+            return _kimi_delta_leaves(mixer, group, layers, dtypes)
         case GatedDeltaNetSpec():
             state = (mixer.num_value_heads, mixer.key_head_dim, mixer.value_head_dim)
             return _recurrent_leaves(group, layers, state, (mixer.conv_kernel_size - 1, mixer.conv_dim), dtypes)
@@ -155,6 +154,16 @@ def _compressed_leaves(mixer: CompressedAttentionSpec, group: str, layers: int, 
         leaves.append(LeafSpec(group, entries, layers, (width,), dtypes.cache, "paged", (None,), mixer.stride))
         leaves.append(LeafSpec(group, pooling, layers, (*sums, width), "float32", "fixed", (None, None, None)))
     return leaves
+
+
+def _kimi_delta_leaves(mixer: KimiDeltaSpec, group: str, layers: int, dtypes: StateDtypes) -> list[LeafSpec]:
+    """Queries, keys and values each with convolution inputs of their own: a mesh cuts every one of them by heads."""
+    heads, dim = mixer.num_heads, mixer.head_dim
+    conv = (mixer.short_conv_kernel_size - 1, heads * dim)
+    return [
+        LeafSpec(group, "recurrent", layers, (heads, dim, dim), dtypes.state, "fixed", ("heads", None, None)),
+        *(LeafSpec(group, f"conv_{name}", layers, conv, dtypes.cache, "fixed", (None, "heads")) for name in "qkv"),
+    ]
 
 
 def _mamba2_leaves(mixer: Mamba2Spec, group: str, layers: int, dtypes: StateDtypes) -> list[LeafSpec]:
@@ -183,5 +192,5 @@ def _recurrent_leaves(
 ) -> list[LeafSpec]:
     return [
         LeafSpec(group, "recurrent", layers, state, dtypes.state, "fixed", ("heads", *(None,) * (len(state) - 1))),
-        LeafSpec(group, "conv", layers, conv, dtypes.cache, "fixed", (*(None,) * (len(conv) - 1), "heads")),
+        LeafSpec(group, "conv", layers, conv, dtypes.cache, "fixed", (None, "heads")),
     ]

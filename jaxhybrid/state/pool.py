@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxhybrid.errors import CapacityError, ReleasedError
-from jaxhybrid.state.arrays import PoolArrays, PoolShardings, bytes_by_kind, pool_arrays
+from jaxhybrid.state.arrays import PoolArrays, PoolPlaces, bytes_by_kind, pool_arrays
 from jaxhybrid.state.layout import StateLayout
 
 NULL_SLOT = 0  # padding reads and writes it
@@ -90,11 +90,11 @@ class StatePool:
         pages: int,
         page_size: int,
         poison: Callable[[PoolArrays, list[int], list[int]], PoolArrays] | None = None,
-        shardings: PoolShardings | None = None,
+        places: PoolPlaces | None = None,
     ) -> None:
         self.layout, self.page_size = layout, page_size
         self.counters = PoolCounters()
-        self._arrays: PoolArrays | None = pool_arrays(layout, slots + RESERVED_SLOTS, pages + 1, page_size, shardings)
+        self._arrays: PoolArrays | None = pool_arrays(layout, slots + RESERVED_SLOTS, pages + 1, page_size, places)
         self._slot_refs = np.zeros(slots + RESERVED_SLOTS, np.int32)
         self._page_refs = np.zeros(pages + 1, np.int32)
         self._filled = np.zeros(pages + 1, np.int32)  # rows of each page that some bundle has written or claimed

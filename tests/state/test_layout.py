@@ -27,7 +27,7 @@ def test_kimi_linear_48b() -> None:
     layout = published("kimi-linear-48b-a3b")
     assert bytes_of(layout) == {
         "kimi_delta.recurrent": 20 * 32 * 128 * 128 * 4,
-        "kimi_delta.conv": 20 * 3 * 3 * 4096 * 2,
+        **{f"kimi_delta.conv_{name}": 20 * 3 * 4096 * 2 for name in "qkv"},
         "latent_attention.latent": 7 * (512 + 64) * 2,
     }
     assert layout.bytes_per_token == 8064
