@@ -116,8 +116,9 @@ def layout_of(
 def _leaves(mixer: MixerSpec, group: str, layers: int, dtypes: StateDtypes) -> list[LeafSpec]:
     match mixer:
         case AttentionSpec():
-            shape, axes = (mixer.num_key_value_heads * mixer.kv_copies, mixer.head_dim), ("kv_heads", None)
-            return [LeafSpec(group, name, layers, shape, dtypes.cache, "paged", axes) for name in ("k", "v")]
+            # Flat: a TPU pads the last dimension to 128 and the one before to 8 or 16.
+            shape = (mixer.num_key_value_heads * mixer.kv_copies * mixer.head_dim,)
+            return [LeafSpec(group, name, layers, shape, dtypes.cache, "paged", ("kv_heads",)) for name in ("k", "v")]
         case LatentAttentionSpec():
             widths = {"latent": mixer.kv_lora_rank + mixer.qk_rope_head_dim}
             if isinstance(mixer.indexer, IndexerSpec):

@@ -3,12 +3,13 @@
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import registry
-from pallas_kernels.paged_attention import reference, xla
+from pallas_kernels.paged_attention import gpu, reference, xla
 from pallas_kernels.partition import Axes
 
 OPERATOR = registry.Operator(
     "paged_attention",
     (
+        registry.Implementation("pallas", gpu.paged_attention, platforms=("gpu",), accepts=gpu.accepts),
         registry.Implementation("xla", xla.paged_attention),
         registry.Implementation("reference", reference.paged_attention, automatic=False),
     ),
@@ -24,8 +25,8 @@ def paged_attention(
     q: Float[Array, "B T Hq d"],
     k: Float[Array, "B T Hkv d"],
     v: Float[Array, "B T Hkv dv"],
-    k_pages: Float[Array, "L P page Hkv d"],
-    v_pages: Float[Array, "L P page Hkv dv"],
+    k_pages: Float[Array, "L P page Hkv*d"],
+    v_pages: Float[Array, "L P page Hkv*dv"],
     layer: int | Int[Array, ""],
     page_table: Int[Array, "B W"],
     starts: Int[Array, "B"],
@@ -36,7 +37,7 @@ def paged_attention(
     window: int | None = None,
     sinks: Float[Array, " Hq"] | None = None,
     soft_cap: float | None = None,
-) -> tuple[Float[Array, "B T Hq dv"], Float[Array, "L P page Hkv d"], Float[Array, "L P page Hkv dv"]]:
+) -> tuple[Float[Array, "B T Hq dv"], Float[Array, "L P page Hkv*d"], Float[Array, "L P page Hkv*dv"]]:
     """Write T new tokens of each sequence into its pages, then attend causally over all that it has.
 
     Grouped-query attention (Ainslie et al. 2023): query head h uses key head h // (Hq // Hkv);
@@ -44,7 +45,8 @@ def paged_attention(
 
     Args:
       q, k, v: queries, keys and values of the new tokens, already rotated; any float dtype.
-      k_pages, v_pages: all layers' pages; donate them and keep what comes back. Page 0 is null and is never read.
+      k_pages, v_pages: all layers' pages, the heads of a token side by side in one row; donate them and keep what comes
+        back. Page 0 is null and is never read.
       layer: which of the L layers, a Python int or a traced scalar.
       page_table: page ids by position // page, 0 past a sequence's end. Must cover starts + lengths.
       starts: tokens that each sequence already has in its pages.

@@ -77,8 +77,8 @@ def paged_attention(
     q: Float[Array, "B T Hq d"],
     k: Float[Array, "B T Hkv d"],
     v: Float[Array, "B T Hkv dv"],
-    k_pages: Float[Array, "L P page Hkv d"],
-    v_pages: Float[Array, "L P page Hkv dv"],
+    k_pages: Float[Array, "L P page Hkv*d"],
+    v_pages: Float[Array, "L P page Hkv*dv"],
     layer: int | Int[Array, ""],
     page_table: Int[Array, "B W"],
     starts: Int[Array, "B"],
@@ -89,12 +89,18 @@ def paged_attention(
     window: int | None = None,
     sinks: Float[Array, " Hq"] | None = None,
     soft_cap: float | None = None,
-) -> tuple[Float[Array, "B T Hq dv"], Float[Array, "L P page Hkv d"], Float[Array, "L P page Hkv dv"]]:
+) -> tuple[Float[Array, "B T Hq dv"], Float[Array, "L P page Hkv*d"], Float[Array, "L P page Hkv*dv"]]:
     """See `pallas_kernels.paged_attention.paged_attention`."""
-    k_pages = write_tokens(k_pages, k, layer, page_table, starts, lengths)
-    v_pages = write_tokens(v_pages, v, layer, page_table, starts, lengths)
-    group = q.shape[2] // k.shape[2]
-    keys = jnp.repeat(read_context(k_pages, layer, page_table, starts, lengths), group, axis=2)
-    values = jnp.repeat(read_context(v_pages, layer, page_table, starts, lengths), group, axis=2)
-    out = attend(q, keys, values, starts, lengths, scale, window, sinks, soft_cap)
+    batch, tokens, kv_heads, _ = k.shape
+    group = q.shape[2] // kv_heads
+
+    def write(pages, rows):
+        return write_tokens(pages, rows.reshape(batch, tokens, -1), layer, page_table, starts, lengths)
+
+    def read(pages):
+        rows = read_context(pages, layer, page_table, starts, lengths)
+        return jnp.repeat(rows.reshape(*rows.shape[:2], kv_heads, -1), group, axis=2)
+
+    k_pages, v_pages = write(k_pages, k), write(v_pages, v)
+    out = attend(q, read(k_pages), read(v_pages), starts, lengths, scale, window, sinks, soft_cap)
     return out.astype(q.dtype), k_pages, v_pages

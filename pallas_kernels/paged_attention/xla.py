@@ -15,8 +15,8 @@ def paged_attention(
     q: Float[Array, "B T Hq d"],
     k: Float[Array, "B T Hkv d"],
     v: Float[Array, "B T Hkv dv"],
-    k_pages: Float[Array, "L P page Hkv d"],
-    v_pages: Float[Array, "L P page Hkv dv"],
+    k_pages: Float[Array, "L P page Hkv*d"],
+    v_pages: Float[Array, "L P page Hkv*dv"],
     layer: int | Int[Array, ""],
     page_table: Int[Array, "B W"],
     starts: Int[Array, "B"],
@@ -27,18 +27,20 @@ def paged_attention(
     window: int | None = None,
     sinks: Float[Array, " Hq"] | None = None,
     soft_cap: float | None = None,
-) -> tuple[Float[Array, "B T Hq dv"], Float[Array, "L P page Hkv d"], Float[Array, "L P page Hkv dv"]]:
+) -> tuple[Float[Array, "B T Hq dv"], Float[Array, "L P page Hkv*d"], Float[Array, "L P page Hkv*dv"]]:
     """See `pallas_kernels.paged_attention.paged_attention`."""
-    k_pages = paging.write_rows(k_pages, k, layer, page_table, starts, lengths)
-    v_pages = paging.write_rows(v_pages, v, layer, page_table, starts, lengths)
     batch, tokens, heads, _ = q.shape
     kv_heads = k.shape[2]
+    k_pages, v_pages = (
+        paging.write_rows(pages, rows.reshape(batch, tokens, -1), layer, page_table, starts, lengths)
+        for pages, rows in ((k_pages, k), (v_pages, v))
+    )
     few = tokens * heads <= FEW_QUERY_ROWS
 
     def read_block(pages, page_ids, written):
         keys, values = (paging.read_pages(one, layer, page_ids, written) for one in pages)
-        arrange = _join_heads if few else _split_heads
-        return arrange(keys), arrange(values)
+        parts = 1 if few else kv_heads
+        return _split_heads(keys, parts), _split_heads(values, parts)
 
     out, (k_pages, v_pages) = paging.attend_blocks(
         _widen_queries(q, kv_heads) if few else q,
@@ -62,12 +64,8 @@ def paged_attention(
     return out.astype(q.dtype), k_pages, v_pages
 
 
-def _join_heads(rows: Float[Array, "B S Hkv d"]) -> Float[Array, "B 1 S Hkv*d"]:
-    return rows.reshape(rows.shape[0], 1, rows.shape[1], -1)
-
-
-def _split_heads(rows: Float[Array, "B S Hkv d"]) -> Float[Array, "B Hkv S d"]:
-    return rows.transpose(0, 2, 1, 3)
+def _split_heads(rows: Float[Array, "B S H*d"], heads: int) -> Float[Array, "B H S d"]:
+    return rows.reshape(*rows.shape[:2], heads, -1).transpose(0, 2, 1, 3)
 
 
 def _widen_queries(q: Float[Array, "B T Hq d"], kv_heads: int) -> Float[Array, "B T Hq Hkv*d"]:

@@ -30,10 +30,10 @@ def make_call(tokens, starts, lengths, seed=0, poison=np.nan, shared=0):
     table[np.arange(WIDTH) >= -(-(starts + lengths) // PAGE)[:, None]] = 0
 
     def pages(dim):
-        values = np.full((LAYERS, 1 + batch * WIDTH, PAGE, KV_HEADS, dim), poison, np.float32)
+        values = np.full((LAYERS, 1 + batch * WIDTH, PAGE, KV_HEADS * dim), poison, np.float32)
         for b, start in enumerate(starts):
             for position in range(start):
-                row = rng.standard_normal((LAYERS, KV_HEADS, dim))
+                row = rng.standard_normal((LAYERS, KV_HEADS * dim))
                 values[:, table[b, position // PAGE], position % PAGE] = row
         return jnp.asarray(values)
 
@@ -53,6 +53,12 @@ def make_call(tokens, starts, lengths, seed=0, poison=np.nan, shared=0):
         jnp.asarray(starts),
         jnp.asarray(lengths),
     )
+
+
+def by_head(rows):
+    """Rows of pages as [rows, heads, dim]."""
+    rows = np.stack(list(rows))
+    return rows.reshape(len(rows), KV_HEADS, -1)
 
 
 jitted = jax.jit(functools.partial(paged_attention, scale=SCALE), static_argnames=("max_length", "window", "soft_cap"))
@@ -102,8 +108,8 @@ def test_reference_is_softmax_attention_over_a_flat_context():
     q, k, v, k_pages, v_pages, layer, table, starts, lengths = make_call(4, [18], [4])
     out, _, _ = run("reference", (q, k, v, k_pages, v_pages, layer, table, starts, lengths))
     past = [(int(table[0, p // PAGE]), p % PAGE) for p in range(18)]
-    keys = np.concatenate([np.stack([k_pages[layer, page, row] for page, row in past]), k[0]])
-    values = np.concatenate([np.stack([v_pages[layer, page, row] for page, row in past]), v[0]])
+    keys = np.concatenate([by_head(k_pages[layer, page, row] for page, row in past), k[0]])
+    values = np.concatenate([by_head(v_pages[layer, page, row] for page, row in past), v[0]])
     for t in range(4):
         for head in range(KV_HEADS * GROUP):
             scores = np.exp(SCALE * keys[: 19 + t, head // GROUP] @ np.asarray(q[0, t, head]))
@@ -221,8 +227,8 @@ def test_reference_features_are_their_definitions():
     call = make_call(4, [18], [4])
     q, k, v, k_pages, v_pages, layer, table = call[:7]
     past = [(int(table[0, p // PAGE]), p % PAGE) for p in range(18)]
-    keys = np.concatenate([np.stack([k_pages[layer, page, row] for page, row in past]), k[0]])
-    values = np.concatenate([np.stack([v_pages[layer, page, row] for page, row in past]), v[0]])
+    keys = np.concatenate([by_head(k_pages[layer, page, row] for page, row in past), k[0]])
+    values = np.concatenate([by_head(v_pages[layer, page, row] for page, row in past), v[0]])
     out, _, _ = run("reference", call, window=6, sinks=SINKS, soft_cap=0.8)
     for t in range(4):
         seen = slice(18 + t - 5, 19 + t)
@@ -276,10 +282,14 @@ def test_window_and_sink_gradients_match_reference():
 
 @pytest.mark.parametrize("dim", [64, 80, 256])
 def test_published_head_widths(dim):
-    q, k, v, k_pages, v_pages, *rest = make_call(2, [9, 30], [2, 1])
+    q, k, v, *pages, layer, table, starts, lengths = make_call(2, [9, 30], [2, 1])
     repeats = -(-dim // KEY_DIM)
 
     def widen(a):
         return jnp.tile(a, repeats)[..., :dim]
 
-    assert_same((widen(q) / repeats, widen(k), widen(v), widen(k_pages), widen(v_pages), *rest), window=13, sinks=SINKS)
+    def widen_pages(a):
+        return widen(a.reshape(*a.shape[:3], KV_HEADS, -1)).reshape(*a.shape[:3], -1)
+
+    rows = (widen(q) / repeats, widen(k), widen(v))
+    assert_same((*rows, *map(widen_pages, pages), layer, table, starts, lengths), window=13, sinks=SINKS)

@@ -156,7 +156,7 @@ def test_weights_and_state_are_split_where_they_lie(folders) -> None:
         "k_proj", "v_proj",
     }  # fmt: skip
     state = {f"{leaf.group}.{leaf.name}": leaf for leaf in model.layout.leaves}
-    assert state["attention.k"].shape == (4, 16)  # two heads, twice
+    assert state["attention.k"].shape == (4 * 16,)  # two heads, twice
     partition = partition_of(make_mesh(data=2, model=4))
     for name, axis in (("attention.k", 3), ("gated_delta_net.recurrent", 2), ("gated_delta_net.conv", 3)):
         assert leaf_sharding(state[name], partition).spec[axis] == "model", name
