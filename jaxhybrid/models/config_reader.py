@@ -5,21 +5,43 @@ from typing import Any
 
 from jaxhybrid.errors import ConfigError
 
-# Keys that describe training, the file's own history or generation defaults: they change no forward pass.
-INERT_KEYS = frozenset(
+# What transformers may write into any config, whatever the model: the file's history, labels of classes, what a call
+# returns, and defaults of generation, which `generation.py` reads from generation_config.json alone.
+GENERIC_KEYS = frozenset(
     {
         *("architectures", "auto_map", "transformers_version", "torch_dtype", "dtype", "_name_or_path"),
-        *("tokenizer_class", "pad_token_id", "initializer_range", "attention_dropout", "output_router_logits"),
-        *("router_aux_loss_coef", "aux_loss_alpha", "seq_aux", "ep_size", "pretraining_tp", "max_window_layers"),
-        *("use_cache", "attn_implementation", "_attn_implementation", "return_dict", "output_hidden_states"),
-        *("output_attentions", "chunk_size_feed_forward", "is_encoder_decoder", "id2label", "label2id"),
-        *("problem_type", "num_logits_to_keep", "use_mamba_kernels", "hidden_dropout", "rescale_prenorm_residual"),
-        *("z_loss_coefficient", "use_mambapy", "use_associative_scan"),
-        *("cache_implementation", "is_llama_config", "transformers.js_config"),
-        # How tensors are stored: checkpoint/dequantise.py reads it, and refuses what it does not know.
-        *("quantization_config", "expert_dtype"),
+        *("attn_implementation", "_attn_implementation", "transformers.js_config", "torchscript", "use_bfloat16"),
+        *("tf_legacy_loss", "finetuning_task", "task_specific_params", "problem_type", "id2label", "label2id"),
+        *("tokenizer_class", "prefix", "pad_token_id", "sep_token_id", "decoder_start_token_id"),
+        *("use_cache", "cache_implementation", "return_dict", "output_hidden_states", "output_attentions"),
+        *("return_dict_in_generate", "output_scores", "remove_invalid_values", "num_return_sequences"),
+        *("do_sample", "temperature", "top_k", "top_p", "typical_p", "max_length", "min_length", "early_stopping"),
+        *("num_beams", "num_beam_groups", "diversity_penalty", "length_penalty", "repetition_penalty"),
+        *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "exponential_decay_length_penalty"),
+        *("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id"),
     }
 )
+
+# Keys that change no forward pass: those, and what describes training or how to compute the same.
+INERT_KEYS = GENERIC_KEYS | {
+    *("initializer_range", "attention_dropout", "hidden_dropout", "output_router_logits", "router_aux_loss_coef"),
+    *("aux_loss_alpha", "seq_aux", "z_loss_coefficient", "ignore_index", "ep_size", "pretraining_tp"),
+    *("max_window_layers", "num_logits_to_keep", "use_mamba_kernels", "use_mambapy", "use_associative_scan"),
+    *("rescale_prenorm_residual", "is_llama_config"),
+    # How tensors are stored: checkpoint/dequantise.py reads it, and refuses what it does not know.
+    *("quantization_config", "expert_dtype"),
+}
+
+# Generic keys that change nothing at this one value. Another would ask for a model that is not implemented.
+NEUTRAL_VALUES: Mapping[str, Any] = {
+    "is_decoder": False,
+    "is_encoder_decoder": False,
+    "tie_encoder_decoder": False,
+    "add_cross_attention": False,
+    "cross_attention_hidden_size": None,
+    "pruned_heads": {},
+    "chunk_size_feed_forward": 0,
+}
 
 
 class ConfigReader:
@@ -92,6 +114,9 @@ class ConfigReader:
         return ConfigError(f"{self._where}: {message}")
 
     def finish(self) -> None:
+        """Raises ConfigError for a key nobody took, unless it changes no forward pass, at this value or at any."""
+        for name, value in NEUTRAL_VALUES.items():
+            self.require(name, value)
         unknown = sorted(set(self._left) - INERT_KEYS)
         if unknown:
             raise self.error(f"unknown keys {', '.join(unknown)}: what they change is not known")

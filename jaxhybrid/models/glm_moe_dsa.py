@@ -21,6 +21,7 @@ def translate(read: ConfigReader) -> ModelConfig:
     full = deepseek_v32.sparse_spec(read, positions, interleaved=True)
     read.require("qk_head_dim", full.qk_nope_head_dim + full.qk_rope_head_dim)
     read.take("head_dim", default=None)  # of the rope part, or of the other, and said elsewhere
+    read.require("moe_router_dtype", "float32")
     kinds = _indexer_types(read, read.take("num_hidden_layers"))
     mixers = [full if kind == "full" else replace(full, indexer="shared") for kind in kinds]
     return deepseek_v2.model_config(read, "glm_moe_dsa", positions, mixers, deepseek_v3.moe_spec(read))

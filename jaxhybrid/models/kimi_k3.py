@@ -37,7 +37,9 @@ VISION = ("vision_tower.", "mm_projector.")  # the tower (MoonViT) and what proj
 def translate(read: ConfigReader) -> ModelConfig:
     """A published config.json as a ModelConfig. Raises ConfigError naming the key that is missing or unsupported."""
     text = read.nested("text_config")
-    for name in ("vision_config", "media_placeholder_token_id", "use_unified_vision_chunk", "video_placeholder"):
+    for name in ("vision_config", "media_placeholder_token_id", "use_unified_vision_chunk"):
+        read.take(name, default=None)
+    for name in ("image_placeholder", "video_placeholder"):
         read.take(name, default=None)
     text.take("model_type", default=None)
     for name in ("tie_word_embeddings", "bos_token_id", "eos_token_id"):

@@ -4,7 +4,7 @@ import pytest
 
 from jaxhybrid.config import DynamicScaling, LinearScaling, Llama3Scaling, RopeScaling, RopeSpec, YarnScaling
 from jaxhybrid.errors import ConfigError
-from jaxhybrid.models.config_reader import INERT_KEYS, ConfigReader, end_tokens
+from jaxhybrid.models.config_reader import GENERIC_KEYS, INERT_KEYS, NEUTRAL_VALUES, ConfigReader, end_tokens
 from jaxhybrid.models.rope_keys import rope_spec
 
 WHERE = "folder/config.json"
@@ -55,6 +55,31 @@ def test_keys_that_nobody_took_are_named_unless_they_change_no_forward_pass() ->
     read.take("width")
     assert refused(read.finish) == f"{WHERE}: unknown keys another, sparse_window: what they change is not known"
     assert "width" not in INERT_KEYS
+
+
+def test_generic_keys_may_have_any_value() -> None:
+    reader(temperature=0.6, num_beams=4, bad_words_ids=[[3]], torchscript=True).finish()
+    assert not INERT_KEYS & NEUTRAL_VALUES.keys()
+    assert GENERIC_KEYS < INERT_KEYS
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("is_decoder", True),
+        ("is_encoder_decoder", True),
+        ("tie_encoder_decoder", True),
+        ("add_cross_attention", True),
+        ("cross_attention_hidden_size", 32),
+        ("pruned_heads", {"1": [0, 2]}),
+        ("chunk_size_feed_forward", 4),
+    ],
+)
+def test_a_generic_key_that_changes_nothing_at_one_value_is_refused_at_others(name: str, value: object) -> None:
+    neutral = NEUTRAL_VALUES[name]
+    reader(**{name: neutral}).finish()
+    message = refused(reader(**{name: value}).finish)
+    assert message == f"{WHERE}: {name}={value!r} is not supported, expected {neutral!r}"
 
 
 def test_a_nested_object_is_named_in_its_errors() -> None:

@@ -21,7 +21,7 @@ from jaxhybrid.errors import ConfigError
 from jaxhybrid.layers.context import Execution
 from jaxhybrid.layers.decoder import abstract_decoder
 from jaxhybrid.models import FAMILIES, family_of
-from jaxhybrid.models.config_reader import INERT_KEYS
+from jaxhybrid.models.config_reader import INERT_KEYS, NEUTRAL_VALUES
 from jaxhybrid.models.weight_table import WeightTable
 from jaxhybrid.state.arrays import pool_arrays
 from jaxhybrid.state.batch import BatchAddress
@@ -165,6 +165,7 @@ OPTIONAL = {
         *("mlp_bias", "attention_bias", "use_bias", "use_conv_bias", "mamba_proj_bias", "residual_in_fp32"),
         *("mlp_hidden_act", "mamba_hidden_act", "sliding_window", "rope_theta", "partial_rotary_factor", "chunk_size"),
         *("expand", "mamba_ssm_cache_dtype", "time_step_min", "time_step_max", "time_step_floor", "num_hidden_layers"),
+        "time_step_limit",
         *(
             "n_shared_experts",
             "moe_shared_expert_overlap",
@@ -203,15 +204,16 @@ OPTIONAL = {
         *("head_dim", "num_key_value_heads", "q_lora_rank", "mla_use_nope", "first_k_dense_replace", "moe_layer_freq"),
         *("num_shared_experts", "moe_router_activation_func", "moe_renormalize", "routed_scaling_factor"),
         *("use_grouped_topk", "num_expert_group", "topk_group", "num_nextn_predict_layers", "hidden_act"),
-        *("rope_theta", "rope_scaling", "tie_word_embeddings"),
+        *("rope_theta", "rope_scaling", "tie_word_embeddings", "bos_token_id", "eos_token_id"),
     },
     "qwen3_next": {
         *("full_attention_interval", "attention_bias", "partial_rotary_factor", "rope_scaling", "decoder_sparse_step"),
         *("mlp_only_layers", "norm_topk_prob", "hidden_act", "use_sliding_window", "tie_word_embeddings"),
+        *("bos_token_id", "eos_token_id"),
     },
     "qwen3": {
         *("attention_bias", "rope_scaling", "hidden_act", "use_sliding_window", "sliding_window"),
-        "tie_word_embeddings",
+        *("tie_word_embeddings", "bos_token_id", "eos_token_id"),
     },
     "qwen3_moe": {
         *("attention_bias", "rope_scaling", "hidden_act", "use_sliding_window", "sliding_window", "mlp_only_layers"),
@@ -253,7 +255,10 @@ OPTIONAL = {
     "qwen3_5_text": QWEN3_5_OPTIONAL,
     "qwen3_5_moe": WHOLE_OPTIONAL,
     "qwen3_5_moe_text": QWEN3_5_OPTIONAL,
-    "kimi_k3": {"media_placeholder_token_id", "tie_word_embeddings", "vision_config"},
+    "kimi_k3": {
+        *("image_placeholder", "media_placeholder_token_id", "vision_config"),
+        *("tie_word_embeddings", "bos_token_id", "eos_token_id"),
+    },
 }
 
 
@@ -262,7 +267,7 @@ def test_every_missing_key_is_named_or_has_a_default(model_type: str) -> None:
     values = published(model_type)
     for key in values.keys() - {"model_type"}:
         left = {name: value for name, value in values.items() if name != key}
-        if key in OPTIONAL[model_type] | INERT_KEYS:
+        if key in OPTIONAL[model_type] | INERT_KEYS | NEUTRAL_VALUES.keys():
             assert translate(left).hidden_size == values.get("text_config", values)["hidden_size"]
         else:
             message = refused(left)
@@ -298,6 +303,8 @@ def test_every_missing_key_is_named_or_has_a_default(model_type: str) -> None:
         ("qwen3_5_moe_text", {"mlp_only_layers": [1]}, "mlp_only_layers=[1]"),
         ("qwen3_5_moe_text", {"mtp_use_dedicated_embeddings": True}, "mtp_use_dedicated_embeddings=True"),
         ("qwen3_5", {"tie_word_embeddings": False}, "tie_word_embeddings=True contradicts False outside of it"),
+        ("glm_moe_dsa", {"moe_router_dtype": "bfloat16"}, "moe_router_dtype='bfloat16'"),
+        ("kimi_k3", {"is_decoder": True}, "is_decoder=True"),
         ("kimi_k3", {"eos_token_id": 7}, "eos_token_id=163586 contradicts 7 outside of it"),
     ],
 )
@@ -334,7 +341,8 @@ def test_unknown_keys_of_the_nested_kimi_object_are_named() -> None:
 def test_end_tokens_and_layer_types_spelt_out() -> None:
     assert translate(published("qwen3") | {"eos_token_id": [5, 7], "bos_token_id": 3}).eos_token_ids == (5, 7)
     assert translate(published("qwen3_next") | {"eos_token_id": 5}).eos_token_ids == (5,)
-    assert translate(published("kimi_linear")).eos_token_ids == ()
+    assert translate(published("kimi_linear")).eos_token_ids == (163586,)
+    assert translate(published("kimi_linear") | {"eos_token_id": None}).eos_token_ids == ()
     types = ["linear_attention", "full_attention"] * 24
     config = translate(published("qwen3_next") | {"layer_types": types})
     assert [layer.mixer.kind for layer in config.layers] == ["gated_delta_net", "attention"] * 24

@@ -122,6 +122,7 @@ def test_kimi_k3_layers_repeat_every_twelve() -> None:
         ({"num_nextn_predict_layers": 1}, "num_nextn_predict_layers=1"),
         ({"mla_use_nope": False}, "mla_use_nope=False"),
         ({"sinks": True}, "unknown keys sinks"),
+        ({"add_cross_attention": True}, "text_config: add_cross_attention=True is not supported, expected False"),
     ],
 )
 def test_other_forms_of_kimi_k3_are_refused(changes: dict, named: str) -> None:
