@@ -22,7 +22,8 @@ LAYERS = 2
 class Case:
     """A call of an operator.
 
-    `donate` is the number of the state argument. `steps` are the kernel's grid steps, `edges` how often its first and
+    `donate` is the number of the state argument, or those of several, or of none. `steps` are the kernel's grid
+    steps, `edges` how often its first and
     last steps of a row come up, `fewest_bytes` what any kernel must read and write, `multiply_adds` those of the
     matrix products that the computation needs.
     """
@@ -32,12 +33,17 @@ class Case:
     form: str
     function: Callable[..., Any]
     arguments: tuple[jax.ShapeDtypeStruct, ...]
-    donate: int
+    donate: int | tuple[int, ...]
     tokens: int
     steps: int
     edges: int
     fewest_bytes: int
     multiply_adds: int
+
+    @property
+    def donated(self) -> tuple[int, ...]:
+        """Numbers of the arguments that are donated."""
+        return (self.donate,) if isinstance(self.donate, int) else self.donate
 
 
 @dataclass(frozen=True)

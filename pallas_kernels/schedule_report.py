@@ -26,7 +26,7 @@ def clock(info: Any) -> float:
 def row(part: aot.Part, case: published.Case, folder: Path) -> list[str]:
     """Compiles the case and counts."""
     info = aot.tpu_info(part)
-    compiled = aot.compile_for(part, case.function, *case.arguments, donate=(case.donate,))
+    compiled = aot.compile_for(part, case.function, *case.arguments, donate=case.donated)
     schedule = tpu_schedule.take(folder, case.operator)
     moved = aot.hbm_bytes(compiled)
     bundles = case.steps * schedule.step + case.edges * schedule.edge

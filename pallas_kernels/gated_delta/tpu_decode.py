@@ -15,6 +15,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.gated_delta.tpu_vectors import Columns, normalised
+
 # States of one grid step. Four such blocks are in VMEM: two on their way in, two on their way out.
 BLOCK_BYTES = 1 << 20
 
@@ -110,11 +112,11 @@ def _kernel(layer, read_slots, write_slots, lengths, q, k, v, log_decay, beta, s
     @pl.when(valid)
     def _():
         values = v[...].astype(jnp.float32)
-        queries = _normalised(q[...]).T * k.shape[1] ** -0.5
-        rows = [_normalised(k[...])]
+        queries = normalised(q[...]).T * k.shape[1] ** -0.5
+        rows = [normalised(k[...])]
         if per_channel:
             rows.append(jnp.exp(log_decay[...].astype(jnp.float32)))
-        columns = _Columns(rows, value_dim)
+        columns = Columns(rows, value_dim)
         for head in range(heads):
             key_head = head // groups
             if per_channel:
@@ -135,41 +137,3 @@ def _kernel(layer, read_slots, write_slots, lengths, q, k, v, log_decay, beta, s
         @pl.loop(0, heads)
         def _(head):
             new_state[head] = state[head]
-
-
-class _Columns:
-    """Rows of [n, dk] arrays, each as a [dk, dv] matrix with equal columns: what scales the rows of a state.
-
-    Broadcasting along lanes would keep the permute unit busy for longer than the states take to arrive. The matrix unit
-    is idle, and its product with a 0/1 matrix does it too, exactly: a float32 number is a sum of three bfloat16 ones.
-    """
-
-    def __init__(self, arrays: list[Float[Array, "_ dk"]], width: int) -> None:
-        self._width, self._counts = width, [len(x) for x in arrays]
-        self._columns = jnp.concatenate([part for x in arrays for part in _bfloat16_parts(x)]).T.astype(jnp.bfloat16)
-
-    def __call__(self, *picks: int) -> list[Float[Array, "dk dv"]]:
-        """Row picks[i] of array i, for all arrays in one product."""
-        blocks = [
-            [self._selector(count, pick if i == j else -1) for j in range(len(picks))]
-            for i, (count, pick) in enumerate(zip(self._counts, picks, strict=True))
-        ]
-        selector = jnp.concatenate([jnp.concatenate(row, axis=1) for row in blocks])
-        product = jnp.dot(self._columns, selector, preferred_element_type=jnp.float32)
-        return [product[:, i * self._width : (i + 1) * self._width] for i in range(len(picks))]
-
-    def _selector(self, count: int, pick: int):
-        row = jax.lax.broadcasted_iota(jnp.int32, (3 * count, self._width), 0)
-        return (row % count == pick).astype(jnp.bfloat16)
-
-
-def _bfloat16_parts(x: Float[Array, "n d"]) -> list[Float[Array, "n d"]]:
-    """Three float32 arrays of bfloat16 precision whose sum is x."""
-    high = x.astype(jnp.bfloat16).astype(jnp.float32)
-    middle = (x - high).astype(jnp.bfloat16).astype(jnp.float32)
-    return [high, middle, x - high - middle]
-
-
-def _normalised(x: Float[Array, "h d"]) -> Float[Array, "h d"]:
-    x = x.astype(jnp.float32)
-    return x * jax.lax.rsqrt((x * x).sum(axis=-1, keepdims=True) + 1e-6)

@@ -13,6 +13,8 @@ No decay is ever a quotient, nor the exponential of a difference of running sums
 """
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -49,7 +51,7 @@ def gated_delta(
     if q.shape[1] > 1:
         out, S = _chunks(S, *inputs)
         return out, slots.write(state, layer, write_slots, lambda row: S[row])
-    q, k, v, log_decay, beta = _prepare(*(x[:, 0] for x in inputs))
+    q, k, v, log_decay, beta = prepare(*(x[:, 0] for x in inputs))
     decay = jnp.exp(log_decay if log_decay.ndim == k.ndim else log_decay[..., None])
     # Both products in one pass over S, the output's from the state before the update: S is read twice, written once.
     seen = _einsum("bhrk,bhkv->bhrv", jnp.stack([k, q], axis=2) * decay[:, :, None], S)
@@ -59,7 +61,7 @@ def gated_delta(
     return out[:, None], slots.write(state, layer, write_slots, new_row, least_rounds=1)
 
 
-def _prepare(
+def prepare(
     q: Float[Array, "*rows Hk dk"],
     k: Float[Array, "*rows Hk dk"],
     v: Float[Array, "*rows Hv dv"],
@@ -73,36 +75,64 @@ def _prepare(
         for x in (q, k, v, log_decay, beta)
     )
     groups = v.shape[-2] // k.shape[-2]
-    q, k = (x * jax.lax.rsqrt(_einsum("...d,...d->...", x, x)[..., None] + 1e-6) for x in (q, k))
-    return jnp.repeat(q * q.shape[-1] ** -0.5, groups, axis=-2), jnp.repeat(k, groups, axis=-2), v, log_decay, beta
+    q, k = normalised(q) * q.shape[-1] ** -0.5, normalised(k)
+    return jnp.repeat(q, groups, axis=-2), jnp.repeat(k, groups, axis=-2), v, log_decay, beta
+
+
+def normalised(x: Float[Array, "*heads d"]) -> Float[Array, "*heads d"]:
+    """x divided by sqrt(sum of squares + 1e-6)."""
+    return x * jax.lax.rsqrt(_einsum("...d,...d->...", x, x)[..., None] + 1e-6)
 
 
 def _chunks(
     S: Float[Array, "B Hv dk dv"], *inputs: Float[Array, "B T ..."]
 ) -> tuple[Float[Array, "B T Hv dv"], Float[Array, "B Hv dk dv"]]:
+    def step(S, inputs):
+        S, out, _ = chunk(S, inputs)
+        return S, out
+
+    # Checkpointed: the backward pass keeps one state a chunk and computes the rest again.
+    S, out = over_chunks(jax.checkpoint(step), S, *inputs)
+    return out, S
+
+
+def over_chunks(step: Callable[..., tuple[Any, Any]], carry: Any, *inputs: Float[Array, "B T ..."]) -> tuple[Any, Any]:
+    """Scans `step(carry, chunk's inputs) -> (carry, results)` over chunks; the results are [B, T, ...] arrays again.
+
+    What fills up the last chunk is 0, invalid tokens among `inputs` too.
+    """
     batch, tokens = inputs[0].shape[:2]
-    size = min(CHUNK, 1 << (tokens - 1).bit_length())
+    size = chunk_size(tokens)
     count = -(-tokens // size)
 
     def split(x):
         x = jnp.pad(x, [(0, 0), (0, count * size - tokens), *[(0, 0)] * (x.ndim - 2)])
         return x.reshape(batch, count, size, *x.shape[2:]).swapaxes(0, 1)
 
-    # Checkpointed: the backward pass keeps one state a chunk and computes the rest again.
-    S, out = jax.lax.scan(jax.checkpoint(_chunk), S, tuple(map(split, inputs)))
-    return out.swapaxes(0, 1).reshape(batch, count * size, *out.shape[3:])[:, :tokens], S
+    def joined(x):
+        return x.swapaxes(0, 1).reshape(batch, count * size, *x.shape[3:])[:, :tokens]
+
+    carry, results = jax.lax.scan(step, carry, tuple(map(split, inputs)))
+    return carry, jax.tree.map(joined, results)
 
 
-def _chunk(S: Float[Array, "B Hv dk dv"], inputs: tuple[Array, ...]):
-    """One chunk of C tokens of each row: [B, C, ...] inputs. Returns the next state and the outputs."""
-    q, k, v, log_decay, beta = (x.swapaxes(1, 2) for x in _prepare(*inputs))
+def chunk_size(tokens: int) -> int:
+    """Of a call with so many tokens: a power of two."""
+    return min(CHUNK, 1 << (tokens - 1).bit_length())
+
+
+def chunk(
+    S: Float[Array, "B Hv dk dv"], inputs: tuple[Array, ...]
+) -> tuple[Float[Array, "B Hv dk dv"], Float[Array, "B C Hv dv"], Float[Array, "B C Hv dv"]]:
+    """One chunk of C tokens of each row: `prepare`'s inputs, [B, C, ...]. Returns the next state, the outputs and u."""
+    q, k, v, log_decay, beta = (x.swapaxes(1, 2) for x in prepare(*inputs))
     decayed_products = _products_per_channel if log_decay.ndim == k.ndim else _products_per_head
     kk, qk, before, after = decayed_products(q, k, log_decay)
     seen_by_k, seen_by_q = _both(k * before, q * before, "bhck,bhkv->bhcv", S)
     u = _einsum("bhti,bhiv->bhtv", _unit_lower_inverse(beta[..., None] * kk), beta[..., None] * (v - seen_by_k))
     out = seen_by_q + _einsum("bhti,bhiv->bhtv", qk, u)
     S = jnp.swapaxes(before[:, :, -1:], 2, 3) * S + _einsum("bhck,bhcv->bhkv", k * after, u)
-    return S, out.swapaxes(1, 2)
+    return S, out.swapaxes(1, 2), u.swapaxes(1, 2)
 
 
 def _both(a, b, equation, x):

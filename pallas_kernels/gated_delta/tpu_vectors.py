@@ -1,0 +1,90 @@
+"""Vectors on a TPU: normalised, spread along lanes, and multiplied with each other, all to float32's precision."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+
+class Columns:
+    """Rows of [n, dk] arrays, each as a [dk, dv] matrix with equal columns: what scales the rows of a state.
+
+    Broadcasting along lanes would keep the permute unit busy for longer than the states take to arrive. The matrix unit
+    is idle, and its product with a 0/1 matrix does it too, exactly: a float32 number is a sum of three bfloat16 ones.
+    """
+
+    def __init__(self, arrays: list[Float[Array, "_ dk"]], width: int) -> None:
+        self._width, self._counts = width, [len(x) for x in arrays]
+        self._columns = jnp.concatenate([part for x in arrays for part in bfloat16_parts(x)]).T.astype(jnp.bfloat16)
+
+    def __call__(self, *picks: int) -> list[Float[Array, "dk dv"]]:
+        """Row picks[i] of array i, for all arrays in one product."""
+        blocks = [
+            [self._selector(count, pick if i == j else -1) for j in range(len(picks))]
+            for i, (count, pick) in enumerate(zip(self._counts, picks, strict=True))
+        ]
+        selector = jnp.concatenate([jnp.concatenate(row, axis=1) for row in blocks])
+        product = jnp.dot(self._columns, selector, preferred_element_type=jnp.float32)
+        return [product[:, i * self._width : (i + 1) * self._width] for i in range(len(picks))]
+
+    def _selector(self, count: int, pick: int):
+        row = jax.lax.broadcasted_iota(jnp.int32, (3 * count, self._width), 0)
+        return (row % count == pick).astype(jnp.bfloat16)
+
+
+def bfloat16_parts(x: Float[Array, "n d"]) -> list[Float[Array, "n d"]]:
+    """Three float32 arrays of bfloat16 precision whose sum is x."""
+    high = x.astype(jnp.bfloat16).astype(jnp.float32)
+    middle = (x - high).astype(jnp.bfloat16).astype(jnp.float32)
+    return [high, middle, x - high - middle]
+
+
+def normalised(x: Float[Array, "h d"]) -> Float[Array, "h d"]:
+    x = x.astype(jnp.float32)
+    return x * jax.lax.rsqrt((x * x).sum(axis=-1, keepdims=True) + 1e-6)
+
+
+def for_value_heads(x: Float[Array, "hk *_"], groups: int) -> Float[Array, "hv *_"]:
+    """Each key head's vectors once for each of its value heads."""
+    return x if groups == 1 else jnp.stack([x[head // groups] for head in range(groups * len(x))])
+
+
+# Parts of the left and right factor whose products matter: all but those below 2^-24 of the largest.
+_PAIRS = ((0, 0), (0, 1), (1, 0), (0, 2), (2, 0), (1, 1))
+
+
+def outer_products(k: Float[Array, "n dk"], u: Float[Array, "n dv"]) -> Float[Array, "dk dv"]:
+    """sum_i k_i u_i^T as one product of bfloat16 factors: their parts lie one below the other."""
+    ks, us = bfloat16_parts(k), bfloat16_parts(u)
+    left = jnp.concatenate([ks[i] for i, _ in _PAIRS]).astype(jnp.bfloat16)
+    right = jnp.concatenate([us[i] for _, i in _PAIRS]).astype(jnp.bfloat16)
+    return jax.lax.dot_general(left, right, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+def fold(
+    S: Float[Array, "dk dv"],
+    k: Float[Array, "n dk"],
+    u: Float[Array, "n dv"],
+    log_decay: Float[Array, "n dk"] | Float[Array, "n 1"],
+) -> Float[Array, "dk dv"]:
+    """One head's state after n update records: d(n) S + sum_i (d(i, n) k_i) u_i^T."""
+    later = _sums_of_later_rows(log_decay)
+    added = outer_products(k * jnp.exp(later), u)
+    total = jnp.exp(later[:1] + log_decay[:1])
+    if total.shape[1] > 1:
+        (total,) = Columns([total], S.shape[1])(0)
+    return total * S + added
+
+
+def _sums_of_later_rows(x: Float[Array, "n d"]) -> Float[Array, "n d"]:
+    """For each row the sum of the rows after it, by doubling: no sum is a difference of others."""
+
+    def moved_up(x, rows):
+        return jnp.concatenate([x[rows:], jnp.zeros_like(x[:rows])])
+
+    if len(x) == 1:
+        return jnp.zeros_like(x)
+    sums, rows = moved_up(x, 1), 1
+    while rows < len(x):
+        sums = sums + moved_up(sums, rows)
+        rows *= 2
+    return sums

@@ -1,0 +1,97 @@
+"""Published models' shapes for the recurrent operators' forms on update records: verify, replay, buffered decode."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.gated_delta import tpu_decode
+from pallas_kernels.gated_delta.records import DeltaRecords
+from pallas_kernels.gated_delta.replay import replay
+from pallas_kernels.gated_delta.verify import verify
+from pallas_kernels.published import DELTA_MODELS, LAYERS, Case, DeltaModel
+
+DRAFT_TOKENS = (4, 8)
+
+
+def _array(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def _bytes(*arrays: jax.ShapeDtypeStruct) -> int:
+    return sum(x.size * x.dtype.itemsize for x in arrays)
+
+
+def _state(model: DeltaModel, batch: int) -> jax.ShapeDtypeStruct:
+    return _array(LAYERS, batch + 2, model.value_heads, model.dim, model.dim)
+
+
+def _state_bytes(model: DeltaModel) -> int:
+    """Of one row."""
+    return model.value_heads * model.dim**2 * 4
+
+
+def _records(model: DeltaModel, *tokens: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+    decay = (model.value_heads, model.dim) if model.per_channel else (model.value_heads,)
+    return (
+        _array(*tokens, model.key_heads, model.dim), _array(*tokens, model.value_heads, model.dim),
+        _array(*tokens, *decay),
+    )  # fmt: skip
+
+
+def _inputs(model: DeltaModel, batch: int, tokens: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """q, k, v, log_decay and beta as layers have them: the heads of a token side by side."""
+    keys = _array(batch, tokens, model.key_heads * model.dim, dtype=jnp.bfloat16)
+    values = _array(batch, tokens, model.value_heads * model.dim, dtype=jnp.bfloat16)
+    decay = _array(batch, tokens, model.value_heads * (model.dim if model.per_channel else 1))
+    return keys, keys, values, decay, _array(batch, tokens, model.value_heads)
+
+
+def _by_head(state, q, k, v, log_decay, beta):
+    dim = state.shape[-1]
+    q, k, v = (x.reshape(*x.shape[:2], -1, dim) for x in (q, k, v))
+    return q, k, v, log_decay if log_decay.shape == beta.shape else log_decay.reshape(v.shape), beta
+
+
+def _steps(model: DeltaModel, batch: int) -> int:
+    groups = model.value_heads // model.key_heads
+    return batch * model.value_heads // tpu_decode.heads_per_block(model.value_heads, groups, model.dim**2 * 4)
+
+
+def gated_delta_verify_case(name: str, batch: int, tokens: int) -> Case:
+    """One verification of `tokens` draft tokens a row. The state is no result: it is neither donated nor returned."""
+    model = DELTA_MODELS[name]
+    inputs, rows = _inputs(model, batch, tokens), _array(batch, dtype=jnp.int32)
+    results = (_array(batch, tokens, model.value_heads, model.dim), *_records(model, batch, tokens))
+
+    def function(*arguments):
+        *inputs, state, layer, read_slots, lengths = arguments
+        q, k, v, log_decay, beta = _by_head(state, *inputs)
+        out, records = verify(q, k, v, log_decay, beta, state, layer, read_slots, lengths)
+        return tuple(x.reshape(*x.shape[:2], -1) for x in (out, *records.leaves()))
+
+    return Case(
+        "gated_delta", name, "verify", function,
+        (*inputs, _state(model, batch), _array(dtype=jnp.int32), rows, rows), (), batch * tokens,
+        _steps(model, batch), 0, batch * _state_bytes(model) + _bytes(*inputs, *results),
+        batch * tokens * model.value_heads * model.dim * 2 * model.dim,
+    )  # fmt: skip
+
+
+def gated_delta_replay_case(name: str, batch: int, tokens: int) -> Case:
+    """One replay of up to `tokens` records a row."""
+    model = DELTA_MODELS[name]
+    records, rows = _records(model, batch, tokens), _array(batch, dtype=jnp.int32)
+
+    flat = [_array(batch, tokens, x.size // (batch * tokens)) for x in records]
+
+    def function(state, layer, read_slots, write_slots, accepted, *flat):
+        by_head = (x.reshape(like.shape) for x, like in zip(flat, records, strict=True))
+        return replay(DeltaRecords(*by_head), accepted, state, layer, read_slots, write_slots)
+
+    return Case(
+        "gated_delta", name, "replay", function,
+        (_state(model, batch), _array(dtype=jnp.int32), rows, rows, rows, *flat), 0, batch * tokens,
+        _steps(model, batch), 0, 2 * batch * _state_bytes(model) + _bytes(*records),
+        batch * tokens * model.value_heads * model.dim * model.dim,
+    )  # fmt: skip

@@ -1,0 +1,37 @@
+"""The recurrent operators' forms on update records compile for every TPU, and move little besides what they must."""
+
+import pytest
+
+from pallas_kernels import aot
+from pallas_kernels.published_records import gated_delta_replay_case, gated_delta_verify_case
+
+pytestmark = pytest.mark.aot
+
+
+def compile_and_check(part, case):
+    compiled = aot.compile_for(part, case.function, *case.arguments, donate=case.donated)
+    memory = compiled.memory_analysis()
+    assert f"{case.operator}_{case.form}" in compiled.as_text()
+    assert memory.alias_size_in_bytes == sum(case.arguments[n].size * 4 for n in case.donated)
+    assert aot.hbm_bytes(compiled) <= 1.1 * case.fewest_bytes
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "tokens"),
+    [
+        ("Kimi Linear 48B", 64, 4),
+        ("Kimi Linear 48B", 1, 8),
+        ("Qwen3-Next 80B", 1, 4),
+        ("Qwen3.5, 64 value heads", 64, 8),
+    ],
+)
+def test_gated_delta_verify(tpu, model, batch, tokens):
+    compile_and_check(tpu, gated_delta_verify_case(model, batch, tokens))
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "tokens"),
+    [("Kimi Linear 48B, a chip of 8", 64, 4), ("Kimi Linear 48B", 1, 8), ("Qwen3-Next 80B", 64, 8)],
+)
+def test_gated_delta_replay(tpu, model, batch, tokens):
+    compile_and_check(tpu, gated_delta_replay_case(model, batch, tokens))
