@@ -56,6 +56,8 @@ device_description_str: "NVIDIA {name}"
 """
 _HOPPER_MEMORY = {"H100": (3_350_000_000_000, 80_000_000_000), "H200": (4_800_000_000_000, 141_000_000_000)}
 
+_NO_SPILLS = {"xla_gpu_fail_ptx_compilation_on_register_spilling": True}
+
 
 def why_absent(part: Part) -> str | None:
     """None if the part's compiler is installed, else what is missing."""
@@ -101,7 +103,8 @@ def compile_for(
     """Compile `function` for the part. Arguments are `jax.ShapeDtypeStruct`s.
 
     `donate` numbers those to be donated: states, which come back with the same shape. They are laid out row-major at
-    the program's edge, as kernels want them.
+    the program's edge, as kernels want them. For a GPU, a kernel that spills registers, or needs more shared memory
+    than a multiprocessor has, is an error of the compiler's.
     """
     mesh = _mesh(part)
     place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
@@ -115,7 +118,8 @@ def compile_for(
     # Pallas asks the mesh which device it compiles for.
     with registry.target(part.platform), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         places = jax.tree.map(placed, jax.eval_shape(function, *arguments))
-        return jax.jit(function, donate_argnums=donate, out_shardings=places).lower(*structs).compile()
+        lowered = jax.jit(function, donate_argnums=donate, out_shardings=places).lower(*structs)
+        return lowered.compile(_NO_SPILLS if part.platform == "gpu" else None)
 
 
 _PREFETCH = re.compile(r"copy-start[.\d]* = \((\w+?)(\d+)\[([\d,]+)\]\{[^}]*S\(1\)\}")

@@ -5,6 +5,8 @@ there are too few rows to occupy the part, the keys of a row are shared out betw
 Flash-Decoding), each of which leaves its sums for `combined` to bring together.
 """
 
+import functools
+import math
 from typing import Any
 
 import jax
@@ -23,6 +25,7 @@ _PROGRAMS = 264
 _MAX_SPLITS = 64
 # Blocks of keys that are worth a program.
 _LEAST_BLOCKS = 4
+_COMBINED_COLUMNS = 128
 
 # Of query rows: the highest score, the sum of 2^(score - highest), and that of the values, so weighted.
 Sums = tuple[Float[Array, " R"], Float[Array, " R"], Float[Array, "R dv"]]
@@ -110,12 +113,36 @@ def store(outs: tuple[Any, ...], split: Int[Array, ""], index: tuple[Any, ...], 
     scatter(outs[2], index, columns, accumulated, mask)
 
 
-def combined(outs: list[Array], dtype: Any) -> Float[Array, "*rows dv"]:
+def combined(outs: list[Array], dtype: Any, interpret: Any) -> Float[Array, "*rows dv"]:
     """The output of all splits together."""
     if len(outs) == 1:
         return outs[0]
-    highest, total, accumulated = outs
+    splits, *rows, width = outs[2].shape
+    block = min(width, _COMBINED_COLUMNS)
+    flat = [out.reshape(splits, math.prod(rows), *out.shape[1 + len(rows) :]) for out in outs]
+    out = pl.pallas_call(
+        functools.partial(_combine, block),
+        grid=(width // block, math.prod(rows)),
+        out_shape=jax.ShapeDtypeStruct((math.prod(rows), width), dtype),
+        compiler_params=triton.CompilerParams(num_warps=4),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * flat[2].size, transcendentals=flat[0].size, bytes_accessed=4 * sum(x.size for x in flat)
+        ),
+        interpret=interpret,
+        name="combine_splits",
+    )(*flat)
+    return out.reshape(*rows, width)
+
+
+def _combine(block, highest, total, accumulated, out):
+    """The arrays are whole: [S, N], [S, N], [S, N, dv] and [N, dv]."""
+    splits, row = highest.shape[0], pl.program_id(1)
+    columns = pl.program_id(0) * block + jnp.arange(block)
+    split = jnp.arange(pl.next_power_of_2(splits))
+    there = split < splits
+    at = (split, jnp.broadcast_to(row, split.shape))
+    highest = triton.load(highest.at[*at], mask=there, other=_LOWEST)
     shrink = jnp.exp2(highest - highest.max(axis=0))
-    total = (total * shrink).sum(axis=0)
-    out = (accumulated * shrink[..., None]).sum(axis=0) / jnp.where(total > 0, total, 1)[..., None]
-    return out.astype(dtype)
+    whole = (triton.load(total.at[*at], mask=there, other=0) * shrink).sum(axis=0)
+    values = (gather(accumulated, at, columns, there) * shrink[:, None]).sum(axis=0)
+    out[row, pl.ds(pl.program_id(0) * block, block)] = (values / jnp.where(whole > 0, whole, 1)).astype(out.dtype)

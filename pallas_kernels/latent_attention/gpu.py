@@ -76,7 +76,7 @@ def latent_attention(
         functools.partial(_kernel, plan),
         grid=(plan.row_blocks, plan.splits, batch),
         out_shape=triton_softmax.outputs(plan.splits, q_latent.shape[:3], rank, q_nope.dtype),
-        compiler_params=triton.CompilerParams(num_warps=8 if plan.rows > 32 else 4, num_stages=2),
+        compiler_params=triton.CompilerParams(num_warps=8 if plan.rows > 16 else 4, num_stages=2),
         cost_estimate=pl.CostEstimate(
             flops=2 * batch * tokens * heads * reach * (rank + pages.shape[3]),
             transcendentals=batch * tokens * heads * reach,
@@ -86,7 +86,7 @@ def latent_attention(
         interpret=interpret,
         name=f"latent_attention_{'decode' if tokens == 1 else 'prefill'}",
     )(*(x.astype(jnp.int32) for x in numbers), q_latent, q_rope, pages)
-    out = triton_softmax.combined(outs, q_nope.dtype)
+    out = triton_softmax.combined(outs, q_nope.dtype, interpret)
     return jnp.einsum("bthr,hvr->bthv", out, w_v).astype(q_nope.dtype), pages
 
 

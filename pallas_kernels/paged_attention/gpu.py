@@ -91,7 +91,7 @@ def paged_attention(
         interpret=interpret,
         name=f"paged_attention_{'prefill' if plan.rows > 64 else 'decode'}",
     )(*(x.astype(jnp.int32) for x in numbers), q, k_pages, v_pages, *([] if sinks is None else [sinks]))
-    return triton_softmax.combined(outs, q.dtype), k_pages, v_pages
+    return triton_softmax.combined(outs, q.dtype, interpret), k_pages, v_pages
 
 
 def _plan(q: Array, v: Array, reach: int, **options: Any) -> _Plan:

@@ -151,7 +151,7 @@ def sparse_latent_attention(
         functools.partial(_attend_kernel, plan),
         grid=(plan.row_blocks, plan.splits, batch * tokens),
         out_shape=triton_softmax.outputs(plan.splits, q_latent.shape[:3], rank, q_nope.dtype),
-        compiler_params=triton.CompilerParams(num_warps=8 if plan.rows > 32 else 4, num_stages=2),
+        compiler_params=triton.CompilerParams(num_warps=8 if plan.rows > 16 else 4, num_stages=2),
         cost_estimate=pl.CostEstimate(
             flops=2 * heads * chosen.size * (rank + pages.shape[3]),
             transcendentals=heads * chosen.size,
@@ -161,7 +161,7 @@ def sparse_latent_attention(
         interpret=interpret,
         name="sparse_latent_attention",
     )(*(x.astype(jnp.int32) for x in numbers), q_latent, q_rope, pages)
-    out = triton_softmax.combined(outs, q_nope.dtype)
+    out = triton_softmax.combined(outs, q_nope.dtype, interpret)
     return jnp.einsum("bthr,hvr->bthv", out, w_v).astype(q_nope.dtype), pages
 
 
