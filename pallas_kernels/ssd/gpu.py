@@ -16,8 +16,11 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.triton_maths import at_and_before, decay_between, dot, running_sums
 
-CHUNK = 64
-# Channels of a program, at most: at batch 1, 64 heads of 64 channels then occupy all of a Hopper part.
+# With 64 tokens the compiler spills registers.
+CHUNK = 32
+# A program's numbers of the state, and its channels, at the most: at batch 1, 64 heads of 64 channels then occupy all of
+# a Hopper part.
+_STATE_BLOCK = 4096
 _CHANNEL_BLOCK = 32
 
 
@@ -52,7 +55,7 @@ def ssd(
     pairs = batch * tokens * heads * CHUNK // 2 * (B.shape[3] + dim) if tokens > 1 else 0
     return pl.pallas_call(
         _decode if tokens == 1 else _prefill,
-        grid=(dim // min(dim, _CHANNEL_BLOCK), heads, batch),
+        grid=(dim // _channels(dim, B.shape[3]), heads, batch),
         out_shape=[
             jax.ShapeDtypeStruct(x.shape, jnp.float32),
             jax.ShapeDtypeStruct(state.shape, state.dtype),
@@ -76,10 +79,15 @@ def ssd(
     )
 
 
+def _channels(dim: int, state_size: int) -> int:
+    """Of a program."""
+    return min(dim, _CHANNEL_BLOCK, _STATE_BLOCK // state_size)
+
+
 def _place(x, B):
     """Of this program: row, head, the head's group, its channels."""
     part, head, row = (pl.program_id(axis) for axis in range(3))
-    width = min(x.shape[3], _CHANNEL_BLOCK)
+    width = _channels(x.shape[3], B.shape[3])
     return row, head, head // (x.shape[2] // B.shape[2]), pl.ds(part * width, width)
 
 
