@@ -56,7 +56,7 @@ device_description_str: "NVIDIA {name}"
 """
 _HOPPER_MEMORY = {"H100": (3_350_000_000_000, 80_000_000_000), "H200": (4_800_000_000_000, 141_000_000_000)}
 
-_NO_SPILLS = {"xla_gpu_fail_ptx_compilation_on_register_spilling": True}
+_NO_SPILLS: dict[str, str | bool] = {"xla_gpu_fail_ptx_compilation_on_register_spilling": True}
 
 
 def why_absent(part: Part) -> str | None:

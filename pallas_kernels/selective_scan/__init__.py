@@ -4,11 +4,12 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.partition import Axes
 from pallas_kernels.registry import Implementation, Operator, choose
-from pallas_kernels.selective_scan import reference, xla
+from pallas_kernels.selective_scan import gpu, reference, xla
 
 OPERATOR = Operator(
     "selective_scan",
     (
+        Implementation("pallas", gpu.selective_scan, platforms=("gpu",), accepts=gpu.accepts),
         Implementation("xla", xla.selective_scan),
         Implementation("reference", reference.selective_scan, automatic=False),
     ),

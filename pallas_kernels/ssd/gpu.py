@@ -18,8 +18,8 @@ from pallas_kernels.triton_maths import at_and_before, decay_between, dot, runni
 
 # With 64 tokens the compiler spills registers.
 CHUNK = 32
-# A program's numbers of the state, and its channels, at the most: at batch 1, 64 heads of 64 channels then occupy all of
-# a Hopper part.
+# A program's numbers of the state, and its channels, at the most: at batch 1, 64 heads of 64 channels then occupy all
+# of a Hopper part.
 _STATE_BLOCK = 4096
 _CHANNEL_BLOCK = 32
 
