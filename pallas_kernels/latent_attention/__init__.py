@@ -3,12 +3,13 @@
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import registry
-from pallas_kernels.latent_attention import gpu, reference, xla
+from pallas_kernels.latent_attention import gpu, reference, tpu, xla
 from pallas_kernels.partition import Axes
 
 OPERATOR = registry.Operator(
     "latent_attention",
     (
+        registry.Implementation("pallas", tpu.latent_attention, platforms=("tpu",), accepts=tpu.accepts),
         registry.Implementation("pallas", gpu.latent_attention, platforms=("gpu",), accepts=gpu.accepts),
         registry.Implementation("xla", xla.latent_attention),
         registry.Implementation("reference", reference.latent_attention, automatic=False),

@@ -3,12 +3,13 @@
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import registry
-from pallas_kernels.paged_attention import gpu, reference, xla
+from pallas_kernels.paged_attention import gpu, reference, tpu, xla
 from pallas_kernels.partition import Axes
 
 OPERATOR = registry.Operator(
     "paged_attention",
     (
+        registry.Implementation("pallas", tpu.paged_attention, platforms=("tpu",), accepts=tpu.accepts),
         registry.Implementation("pallas", gpu.paged_attention, platforms=("gpu",), accepts=gpu.accepts),
         registry.Implementation("xla", xla.paged_attention),
         registry.Implementation("reference", reference.paged_attention, automatic=False),
