@@ -4,12 +4,13 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.partition import Axes
 from pallas_kernels.registry import Implementation, Operator, choose
-from pallas_kernels.ssd import gpu, reference, xla
+from pallas_kernels.ssd import gpu, reference, tpu, xla
 
 OPERATOR = Operator(
     "ssd",
     (
         Implementation("pallas", gpu.ssd, platforms=("gpu",), accepts=gpu.accepts),
+        Implementation("pallas", tpu.ssd, ("tpu",), tpu.accepts),
         Implementation("xla", xla.ssd),
         Implementation("reference", reference.ssd, automatic=False),
     ),

@@ -61,7 +61,8 @@ def ssd(
             jax.ShapeDtypeStruct(state.shape, state.dtype),
         ],
         input_output_aliases={10: 1},
-        compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
+        # Tokens are loaded a chunk ahead if there is room in the registers beside a wide state.
+        compiler_params=triton.CompilerParams(num_warps=4, num_stages=2 if B.shape[3] <= 128 else 1),
         cost_estimate=pl.CostEstimate(
             flops=4 * states * tokens + 2 * pairs,
             transcendentals=dt.size,

@@ -1,0 +1,44 @@
+"""Mamba-2 on TPU: a kernel for one token of many rows, and one for chunks of tokens."""
+
+from typing import Any
+
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.ssd import tpu_decode
+from pallas_kernels.ssd.tpu_decode import TILE
+
+
+def accepts(x: Array, dt: Array, A: Array, B: Array, *_: Array) -> str | None:
+    """Why the kernels cannot run these arguments of `ssd`, or None."""
+    (heads, head_dim), (groups, width) = x.shape[2:], B.shape[2:]
+    if x.shape[1] > 1:
+        return f"{x.shape[1]} tokens are not one"
+    if width % 128:
+        return f"state_size {width} is not a multiple of 128"
+    if head_dim % TILE and (TILE % head_dim or head_dim < 16):
+        return f"head_dim {head_dim} is not 16, 32, 64 or a multiple of {TILE}"
+    if heads // groups * head_dim % TILE:
+        return f"{heads // groups} heads of {head_dim} a group are not a multiple of {TILE}"
+    return None
+
+
+def ssd(
+    x: Float[Array, "B T H P"],
+    dt: Float[Array, "B T H"],
+    A: Float[Array, " H"],
+    B: Float[Array, "B T G N"],
+    C: Float[Array, "B T G N"],
+    D: Float[Array, " H"],
+    state: Float[Array, "L S H P N"],
+    layer: int | Int[Array, ""],
+    read_slots: Int[Array, " B"],
+    write_slots: Int[Array, " B"],
+    lengths: Int[Array, " B"],
+    *,
+    interpret: Any = False,
+) -> tuple[Float[Array, "B T H P"], Float[Array, "L S H P N"]]:
+    """Arguments and result as in `pallas_kernels.ssd.ssd`; `interpret` as of `pallas_call`."""
+    slots = (layer, read_slots, write_slots, lengths)
+    token = (x[:, 0], dt[:, 0], A, B[:, 0], C[:, 0], D)
+    out, state = tpu_decode.decode(*token, state, *slots, interpret=interpret)
+    return out[:, None], state

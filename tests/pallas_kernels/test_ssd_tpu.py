@@ -1,0 +1,84 @@
+"""Mamba-2's TPU kernels, interpreted on the CPU, against the reference."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.ssd import reference, tpu, tpu_decode
+
+BATCH, HEADS, HEAD_DIM, GROUPS, STATE, LAYERS, SLOTS = 3, 8, 64, 2, 128, 2, 7
+PER_TOKEN = ("x", "dt", "B", "C")
+
+# Memory that was never written is NaN to the interpreter.
+kernel = jax.jit(functools.partial(tpu.ssd, interpret=pltpu.InterpretParams()))
+expected = jax.jit(reference.ssd)
+
+
+def make_inputs(tokens, seed=0, rate=1.0, heads=HEADS, head_dim=HEAD_DIM, groups=GROUPS, state=STATE):
+    rng = np.random.default_rng(seed)
+
+    def normal(*shape):
+        return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+
+    return {
+        "x": normal(BATCH, tokens, heads, head_dim),
+        "dt": jax.nn.softplus(2 * normal(BATCH, tokens, heads)),
+        "A": -rate * jnp.exp(normal(heads)),
+        "B": normal(BATCH, tokens, groups, state),
+        "C": normal(BATCH, tokens, groups, state),
+        "D": normal(heads),
+    }
+
+
+def make_state(heads=HEADS, head_dim=HEAD_DIM, state=STATE):
+    shape = (LAYERS, SLOTS, heads, head_dim, state)
+    return jnp.asarray(np.random.default_rng(1).standard_normal(shape), jnp.float32)
+
+
+def check(inputs, read_slots, write_slots, lengths, state=None, layer=1, run=kernel, atol=3e-6):
+    """Agrees on valid outputs and on the slots written, and leaves the others alone. Returns output and state."""
+    state = make_state() if state is None else state
+    arguments = (*inputs.values(), state, layer, *map(jnp.array, (read_slots, write_slots, lengths)))
+    out, new_state = run(*arguments)
+    right, right_state = expected(*arguments)
+    valid = np.arange(out.shape[1]) < np.array(lengths)[:, None]
+    for got, want in ((np.array(out)[valid], np.array(right)[valid]), (new_state, right_state)):
+        np.testing.assert_allclose(got, want, atol=atol * np.abs(want).max(initial=1), rtol=1e-5)
+    untouched = np.ones(SLOTS, bool)
+    untouched[list(write_slots)] = False
+    np.testing.assert_array_equal(new_state[layer][untouched], state[layer][untouched])
+    np.testing.assert_array_equal(new_state[1 - layer], state[1 - layer])
+    return out, new_state
+
+
+@pytest.mark.parametrize("rate", [1e-4, 1.0, 30.0, 1000.0])
+def test_one_token(rate):
+    check(make_inputs(1, rate=rate), [3, 1, 5], [2, 6, 4], [1, 1, 1])
+
+
+def test_one_token_in_place_and_from_a_shared_slot():
+    check(make_inputs(1), [3, 3, 5], [2, 4, 5], [1, 1, 1])
+
+
+def test_one_token_of_padding_copies_its_state_and_leaks_no_nan():
+    inputs, lengths = make_inputs(1), [0, 1, 0]
+    inputs |= {name: inputs[name].at[np.array(lengths) == 0].set(jnp.nan) for name in PER_TOKEN}
+    state = make_state()
+    _, new_state = check(inputs, [0, 1, 5], [0, 6, 4], lengths, state)
+    np.testing.assert_array_equal(new_state[1, 4], state[1, 5])
+    assert np.isfinite(new_state).all()
+
+
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "groups", "state"), [(6, 128, 3, 256), (16, 32, 1, 128), (2, 256, 1, 128), (8, 64, 4, 128)]
+)
+def test_one_token_of_other_shapes(heads, head_dim, groups, state, monkeypatch):
+    """Heads wider and narrower than a tile; blocks of several groups, and of a part of one."""
+    monkeypatch.setattr(tpu_decode, "BLOCK_BYTES", 256 * state * 4)
+    run = jax.jit(functools.partial(tpu.ssd, interpret=pltpu.InterpretParams()))
+    shape = {"heads": heads, "head_dim": head_dim, "state": state}
+    check(make_inputs(1, groups=groups, **shape), [3, 1, 5], [2, 6, 4], [1, 1, 1], make_state(**shape), run=run)
