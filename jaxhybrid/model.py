@@ -173,7 +173,7 @@ def load_model(
     execution = execution_on(partition, execution)
     graph, abstract = nnx.split(abstract_decoder(config, execution, dtype, partition))
     flat = nnx.to_flat_state(abstract)
-    wanted = {leaf: parameter_struct(variable, partition) for leaf, variable in flat}
+    wanted = {leaf: parameter_struct(variable, partition, jax.default_backend()) for leaf, variable in flat}
     if is_orbax_folder(folder):
         leaves = OrbaxFolder.open(folder).load(wanted)
     else:

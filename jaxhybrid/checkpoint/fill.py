@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.layout import Format
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array, Bool, Shaped
 
@@ -65,7 +66,7 @@ def fill(
     ignore: Iterable[str] = (),
     check_finite: bool = True,
 ) -> Leaves:
-    """The leaves of `abstract`, filled from the checkpoint and cast to their dtype and sharding.
+    """The leaves of `abstract`, filled from the checkpoint and cast to their dtype, sharding and layout.
 
     ignore: regular expressions; a tensor whose whole name matches one may lie in the checkpoint without a rule.
     check_finite: refuse values that are NaN or infinite in the leaf's dtype.
@@ -97,8 +98,8 @@ def fill(
                 continue
             leaf = leaves.pop(rule.path, None)
             if leaf is None:
-                leaf = jnp.zeros(spec.shape, spec.dtype, device=_working_sharding(spec.sharding))
-            leaves[rule.path], finite = _write(leaf, value, rule.index)
+                leaf = _empty(spec)
+            leaves[rule.path], finite = _writer(_working_format(spec))(leaf, value, rule.index)
             del leaf, value
             _settle(leaves[rule.path])
             if check_finite and not finite:
@@ -234,7 +235,24 @@ def _working_sharding(sharding: Sharding | None, dropped: int = 0) -> Sharding |
     return NamedSharding(mesh, PartitionSpec(*sharding.spec[dropped:]), memory_kind=sharding.memory_kind)
 
 
-@functools.partial(jax.jit, donate_argnums=0)
+def _working_format(spec: jax.ShapeDtypeStruct) -> Format | None:
+    """Where a leaf lies while it is filled, if it says in which order of its dimensions."""
+    return spec.format.layout and Format(spec.format.layout, _working_sharding(spec.sharding))
+
+
+def _empty(spec: jax.ShapeDtypeStruct) -> Shaped[Array, "..."]:
+    place = _working_format(spec)
+    if place is None:
+        return jnp.zeros(spec.shape, spec.dtype, device=_working_sharding(spec.sharding))
+    return jax.jit(functools.partial(jnp.zeros, spec.shape, spec.dtype), out_shardings=place)()
+
+
+@functools.cache
+def _writer(place: Format | None):
+    """`_write` as a program, for leaves that lie there."""
+    return jax.jit(_write, donate_argnums=0, out_shardings=place and (place, None))
+
+
 def _write(
     leaf: Shaped[Array, "..."], value: Shaped[Array, "..."], index: tuple[int, ...]
 ) -> tuple[Shaped[Array, "..."], Bool[Array, ""]]:

@@ -77,7 +77,11 @@ class OrbaxFolder:
                 tree = checkpointer.restore((self.path / PARAMS).absolute(), _nest(target))
         except Exception as error:  # Orbax and TensorStore raise many types, some of them their own
             raise CheckpointError(f"{self.path / PARAMS}: cannot be read: {error}") from error
-        return {path: _at(tree, path) for path in abstract}
+        # Orbax knows devices but no order of dimensions.
+        return {
+            path: jax.device_put(_at(tree, path), spec.format) if spec.format.layout else _at(tree, path)
+            for path, spec in abstract.items()
+        }
 
 
 def is_orbax_folder(path: str | Path) -> bool:

@@ -45,7 +45,8 @@ class StateMemory:
         pages = -(-config.max_tokens // config.page_size)
         self.pool = StatePool(
             model.layout, config.max_sequences + config.max_checkpoints, pages, config.page_size,
-            poison=partial(poison_freed, model.layout) if config.poison else None, places=model.pool_places,
+            poison=partial(poison_freed, model.layout, model.pool_places) if config.poison else None,
+            places=model.pool_places,
         )  # fmt: skip
         self.index: PrefixIndex[Bundle] = PrefixIndex(max_tokens=config.max_known_tokens)
         limit = min(config.max_tokens, model.config.max_position_embeddings)

@@ -1,6 +1,7 @@
 """The decoder: embedding, layers, norm and head, for any schedule a ModelConfig can spell."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ from jaxhybrid.layers.indexer import no_choice
 from jaxhybrid.layers.linear import Linear, project, scaled
 from jaxhybrid.layers.mixers import build
 from jaxhybrid.layers.norm import RmsNorm
-from jaxhybrid.layers.parameter import parameter, with_leading_axis
+from jaxhybrid.layers.parameter import WholeParam, parameter, with_leading_axis
 from jaxhybrid.layers.residual import ends, residual
 from jaxhybrid.layers.segments import SegmentPlan, plan_segments
 from jaxhybrid.layers.step import MediaInputs, Step
@@ -80,15 +81,16 @@ class Segment(nnx.Module):
     def __call__(self, stream: Stream, pool: PoolArrays, layout: StateLayout, step: Step) -> tuple[Stream, PoolArrays]:
         if self.repeats == 1:
             return self._once(self.layers, stream, pool, layout, step, 0)
-        graph, parameters = nnx.split(self.layers)
+        graph, *states = nnx.split(self.layers, WholeParam, ...)
+        whole, sliced = states
 
         def body(
             carry: tuple[Stream, PoolArrays], repeat: tuple[nnx.State, Array]
         ) -> tuple[tuple[Stream, PoolArrays], None]:
-            layers = nnx.merge(graph, repeat[0])
-            return self._once(layers, *carry, layout, step, repeat[1]), None
+            layers = nnx.merge(graph, whole, repeat[0])
+            return self._once(layers, *carry, layout, replace(step, repeat=repeat[1]), repeat[1]), None
 
-        (stream, pool), _ = jax.lax.scan(body, (stream, pool), (parameters, jnp.arange(self.repeats)))
+        (stream, pool), _ = jax.lax.scan(body, (stream, pool), (sliced, jnp.arange(self.repeats)))
         return stream, pool
 
     def _once(

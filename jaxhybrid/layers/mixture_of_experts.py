@@ -19,18 +19,21 @@ from pallas_kernels.grouped_matmul import ExpertBiases, routed_experts
 
 
 class ExpertMatrices(nnx.Module):
-    """One matrix per expert: a stack [E, out, in], or E separate ones, of which only the chosen are ever read."""
+    """One matrix per expert: a stack [E, out, in], or E separate ones, of which only the chosen are ever read.
+
+    In a scan over R layers the stack is [R, E, out, in], whole.
+    """
 
     def __init__(
         self, count: int, shape: tuple[int, int], axes: tuple[str | None, str | None], stacked: bool, dtype: DTypeLike
     ) -> None:
         if stacked:
-            self.weight = parameter((count, *shape), ("experts", *axes), dtype)
+            self.weight = parameter((count, *shape), ("experts", *axes), dtype, whole=True)
         else:
             self.experts = nnx.List([parameter(shape, axes, dtype) for _ in range(count)])
         self.stacked = stacked
 
-    def __call__(self) -> Float[Array, "E out features"] | tuple[Float[Array, "out features"], ...]:
+    def __call__(self) -> Float[Array, "*R E out features"] | tuple[Float[Array, "out features"], ...]:
         return self.weight[...] if self.stacked else tuple(expert[...] for expert in self.experts)
 
 
@@ -82,6 +85,7 @@ class MixtureOfExperts(nnx.Module):
         out = routed_experts(
             self.fc1_latent_proj(rows) if latent else rows, experts, weights, gate, self.up_proj(), self.down_proj(),
             step.valid.reshape(-1), activation=activation(self.spec.activation), biases=self._biases(),
+            layer=step.repeat,
         )  # fmt: skip
         out = self.latent_norm(out) if self.spec.latent_norm else out
         out = (self.fc2_latent_proj(out) if latent else out).reshape(x.shape)

@@ -8,15 +8,19 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 
-def parameter(shape: tuple[int, ...], axes: tuple[str | None, ...], dtype: DTypeLike) -> nnx.Param:
+class WholeParam(nnx.Param):
+    """A parameter that a scan over layers leaves whole: the operator that takes it picks the layer, and copies none."""
+
+
+def parameter(shape: tuple[int, ...], axes: tuple[str | None, ...], dtype: DTypeLike, whole: bool = False) -> nnx.Param:
     """A zero parameter to be filled from a checkpoint.
 
     `axes` names each dimension (`heads`, `kv_heads`, `experts`, `mlp`, `vocab`, ... or None for one that is never
-    split), so that one table can map the names to the axes of a mesh.
+    split), so that one table can map the names to the axes of a mesh. `whole`: it becomes a `WholeParam`.
     """
     if len(shape) != len(axes):
         raise ValueError(f"{shape=} has {len(shape)} dimensions but {axes=} names {len(axes)}")
-    return nnx.Param(jnp.zeros(shape, dtype), axes=axes)
+    return (WholeParam if whole else nnx.Param)(jnp.zeros(shape, dtype), axes=axes)
 
 
 M = TypeVar("M", bound=nnx.Module)

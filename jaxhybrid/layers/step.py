@@ -33,11 +33,15 @@ class MediaInputs:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Step:
-    """B rows of T tokens, padded: row b has `address.lengths[b]` real ones."""
+    """B rows of T tokens, padded: row b has `address.lengths[b]` real ones.
+
+    `repeat`: in a scan over layers, which of them; whole parameters (`WholeParam`) are to be indexed by it.
+    """
 
     tokens: Int[Array, "B T"]
     address: BatchAddress
     media: MediaInputs | None = None
+    repeat: Int[Array, ""] | None = None
 
     @property
     def positions(self) -> Int[Array, "B T"]:

@@ -5,18 +5,30 @@ from flax import nnx
 from jax.experimental.layout import Format, Layout
 from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 
+from jaxhybrid.layers.parameter import WholeParam
 from jaxhybrid.state.arrays import PoolPlaces
 from jaxhybrid.state.layout import LeafSpec, StateLayout
 from pallas_kernels.partition import Partition
 
 
-def parameter_struct(variable: nnx.Variable, partition: Partition | None) -> jax.ShapeDtypeStruct:
-    """Shape, dtype and sharding of an abstract parameter. Stacked layers have a leading axis without a name."""
-    if partition is None:
-        return jax.ShapeDtypeStruct(variable.shape, variable.dtype)
-    axes = variable.get_metadata("axes")
-    names = (*(None,) * (len(variable.shape) - len(axes)), *axes)
-    return jax.ShapeDtypeStruct(variable.shape, variable.dtype, sharding=partition.sharding(names, variable.shape))
+def parameter_struct(variable: nnx.Variable, partition: Partition | None, platform: str) -> jax.ShapeDtypeStruct:
+    """Shape, dtype and sharding of an abstract parameter. Stacked layers have a leading axis without a name.
+
+    A `WholeParam` is row-major on a TPU, for its kernel.
+    """
+    where = None
+    if partition is not None:
+        axes = variable.get_metadata("axes")
+        names = (*(None,) * (len(variable.shape) - len(axes)), *axes)
+        where = partition.sharding(names, variable.shape)
+    ordered = platform == "tpu" and isinstance(variable, WholeParam)
+    place = row_major(len(variable.shape), where) if ordered else where
+    return jax.ShapeDtypeStruct(variable.shape, variable.dtype, sharding=place)
+
+
+def row_major(dimensions: int, where: Sharding | None) -> Format:
+    """Last dimension first, on these devices (by default the first one), whatever a compiler would rather have."""
+    return Format(Layout(tuple(range(dimensions))), where or SingleDeviceSharding(jax.devices()[0]))
 
 
 def leaf_sharding(leaf: LeafSpec, partition: Partition) -> NamedSharding:
@@ -35,11 +47,11 @@ def pool_places(layout: StateLayout, partition: Partition | None, platform: str)
         return None
 
     def place(leaf: LeafSpec) -> Sharding | Format:
-        where = SingleDeviceSharding(jax.devices()[0]) if partition is None else leaf_sharding(leaf, partition)
+        where = None if partition is None else leaf_sharding(leaf, partition)
         if platform != "tpu":
+            assert where is not None
             return where
-        above = 2 if leaf.growth == "fixed" else 3
-        return Format(Layout(tuple(range(above + len(leaf.shape)))), where)
+        return row_major((2 if leaf.growth == "fixed" else 3) + len(leaf.shape), where)
 
     places: PoolPlaces = {}
     for leaf in layout.leaves:

@@ -5,7 +5,7 @@ from typing import Any
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import registry
-from pallas_kernels.grouped_matmul import ragged, reference, xla
+from pallas_kernels.grouped_matmul import ragged, reference, tpu, xla
 from pallas_kernels.grouped_matmul.experts import Activation, ExpertBiases
 from pallas_kernels.grouped_matmul.mesh import split_experts
 
@@ -19,6 +19,7 @@ def _stacked_only(*arguments: Any, **options: Any) -> str | None:
 OPERATOR = registry.Operator(
     "routed_experts",
     (
+        registry.Implementation("pallas", tpu.routed_experts, platforms=("tpu",), accepts=tpu.accepts),
         registry.Implementation("xla", ragged.routed_experts, platforms=("tpu", "gpu"), accepts=_stacked_only),
         registry.Implementation("xla", xla.routed_experts),
         registry.Implementation("reference", reference.routed_experts, automatic=False),
@@ -30,13 +31,14 @@ def routed_experts(
     x: Float[Array, "N D"],
     expert_ids: Int[Array, "N k"],
     weights: Float[Array, "N k"],
-    gate: Float[Array, "E I D"] | tuple[Float[Array, "I D"], ...] | None,
-    up: Float[Array, "E I D"] | tuple[Float[Array, "I D"], ...],
-    down: Float[Array, "E D I"] | tuple[Float[Array, "D I"], ...],
+    gate: Float[Array, "*R E I D"] | tuple[Float[Array, "I D"], ...] | None,
+    up: Float[Array, "*R E I D"] | tuple[Float[Array, "I D"], ...],
+    down: Float[Array, "*R E D I"] | tuple[Float[Array, "D I"], ...],
     valid: Bool[Array, "N"],
     *,
     activation: Activation,
     biases: ExpertBiases | None = None,
+    layer: int | Int[Array, ""] | None = None,
 ) -> Float[Array, "N D"]:
     """sum_j weights[n, j] * down_e(act(gate_e x_n, up_e x_n)) with e = expert_ids[n, j].
 
@@ -52,13 +54,14 @@ def routed_experts(
         experts without one.
       valid: False for padding, whose output is 0 and whose contents (NaN included) reach nothing.
       activation: (gate product or None, up product) -> inner, float32, elementwise.
-      biases: added to the three products.
+      biases: added to the three products, of this layer alone.
+      layer: which of R layers' stacks to use; None where the matrices are one layer's.
 
     Returns:
       The mixture in x's dtype, accumulated in float32.
     """
     arguments = (x, expert_ids, weights, gate, up, down, valid)
-    return split_experts(_one_device, *arguments, activation=activation, biases=biases)
+    return split_experts(_one_device, *arguments, activation=activation, biases=biases, layer=layer)
 
 
 def _one_device(*arguments: Any, **options: Any) -> Float[Array, "N D"]:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 # (gate product [*, I], None for experts without a gate; up product [*, I]) -> inner [*, I], elementwise
 Activation = Callable[[Any, Array], Array]
@@ -15,3 +15,8 @@ class ExpertBiases(NamedTuple):
     gate: Float[Array, "E I"] | None
     up: Float[Array, "E I"]
     down: Float[Array, "E D"]
+
+
+def of_layer(layer: int | Int[Array, ""] | None, *matrices: Any) -> tuple[Any, ...]:
+    """The matrices themselves, or this layer's of stacks over layers."""
+    return matrices if layer is None else tuple(None if each is None else each[layer] for each in matrices)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels.grouped_matmul.experts import ExpertBiases
@@ -19,28 +20,32 @@ def split_experts(run: Callable[..., Float[Array, "N D"]], *arguments: Any, **op
     partition = current()
     if partition is None:
         return run(*arguments, **options)
-    x, up, biases = arguments[0], arguments[4], options["biases"]
+    x, up, biases, layer = arguments[0], arguments[4], options["biases"], options["layer"]
     stacked = not isinstance(up, tuple)
-    sizes = {"rows": x.shape[0], "mlp": up[0].shape[-2], "experts": len(up) if stacked else 1}
+    sizes = {"rows": x.shape[0], "mlp": up[0].shape[-2], "experts": up.shape[-3] if stacked else 1}
     partition = partition.without({name for name, size in sizes.items() if size % partition.size(name)})
     summed = tuple(axis for name, axis in partition.axes if name in ("experts", "mlp"))
 
-    def local(arguments: tuple[Any, ...], biases: ExpertBiases | None) -> Float[Array, "n D"]:
+    def local(arguments: tuple[Any, ...], biases: ExpertBiases | None, layer: Any) -> Float[Array, "n D"]:
         x, expert_ids, weights, gate, up, down, valid = arguments
-        expert_ids = expert_ids - _place(partition, "experts") * len(up)
+        expert_ids = expert_ids - _place(partition, "experts") * (up.shape[-3] if stacked else len(up))
         if biases is not None:  # all parts of the inner width are summed: one of them brings the last bias
             biases = biases._replace(down=biases.down * (_place(partition, "mlp") == 0))
         with partitioned(None):
-            out = run(x, expert_ids, weights, gate, up, down, valid, **{**options, "biases": biases})
+            out = run(x, expert_ids, weights, gate, up, down, valid, **{**options, "biases": biases, "layer": layer})
         return jax.lax.psum(out, summed) if summed else out
 
     return jax.shard_map(
         local,
         mesh=partition.mesh,
-        in_specs=(_argument_specs(partition, stacked), _bias_specs(partition, stacked) if biases is not None else None),
+        in_specs=(
+            _argument_specs(partition, stacked, layer is not None),
+            _bias_specs(partition, stacked) if biases is not None else None,
+            partition.spec(()) if layer is not None else None,
+        ),
         out_specs=partition.spec(("rows",)),
         check_vma=False,
-    )(arguments, biases)
+    )(arguments, biases, None if layer is None else jnp.asarray(layer))
 
 
 def _place(partition: Partition, name: str) -> Any:
@@ -48,8 +53,8 @@ def _place(partition: Partition, name: str) -> Any:
     return 0 if axis is None else jax.lax.axis_index(axis)
 
 
-def _argument_specs(partition: Partition, stacked: bool) -> tuple[Any, ...]:
-    experts = ("experts",) if stacked else ()
+def _argument_specs(partition: Partition, stacked: bool, layers: bool) -> tuple[Any, ...]:
+    experts = (*(None,) * layers, *("experts",) * stacked)
     rows = partition.spec(("rows",))
     up, down = partition.spec((*experts, "mlp", None)), partition.spec((*experts, None, "mlp"))
     return rows, rows, rows, up, up, down, rows

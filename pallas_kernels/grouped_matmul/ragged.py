@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.grouped_matmul.experts import Activation, ExpertBiases
+from pallas_kernels.grouped_matmul.experts import Activation, ExpertBiases, of_layer
 from pallas_kernels.grouped_matmul.grouping import combine, group_by_expert
 
 # Rows [A, in] in groups against matrices [E, out, in].
@@ -17,15 +17,17 @@ def routed_experts(
     x: Float[Array, "N D"],
     expert_ids: Int[Array, "N k"],
     weights: Float[Array, "N k"],
-    gate: Float[Array, "E I D"] | None,
-    up: Float[Array, "E I D"],
-    down: Float[Array, "E D I"],
+    gate: Float[Array, "*R E I D"] | None,
+    up: Float[Array, "*R E I D"],
+    down: Float[Array, "*R E D I"],
     valid: Bool[Array, "N"],
     *,
     activation: Activation,
     biases: ExpertBiases | None = None,
+    layer: int | Int[Array, ""] | None = None,
 ) -> Float[Array, "N D"]:
     """See `pallas_kernels.grouped_matmul.routed_experts`."""
+    gate, up, down = of_layer(layer, gate, up, down)
     count = up.shape[0]
     grouping = group_by_expert(expert_ids, valid, count)
     rows = jnp.where(valid[:, None], x, 0)[grouping.tokens]

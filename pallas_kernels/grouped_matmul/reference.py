@@ -4,22 +4,24 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.grouped_matmul.experts import Activation, ExpertBiases
+from pallas_kernels.grouped_matmul.experts import Activation, ExpertBiases, of_layer
 
 
 def routed_experts(
     x: Float[Array, "N D"],
     expert_ids: Int[Array, "N k"],
     weights: Float[Array, "N k"],
-    gate: Float[Array, "E I D"] | tuple[Float[Array, "I D"], ...] | None,
-    up: Float[Array, "E I D"] | tuple[Float[Array, "I D"], ...],
-    down: Float[Array, "E D I"] | tuple[Float[Array, "D I"], ...],
+    gate: Float[Array, "*R E I D"] | tuple[Float[Array, "I D"], ...] | None,
+    up: Float[Array, "*R E I D"] | tuple[Float[Array, "I D"], ...],
+    down: Float[Array, "*R E D I"] | tuple[Float[Array, "D I"], ...],
     valid: Bool[Array, "N"],
     *,
     activation: Activation,
     biases: ExpertBiases | None = None,
+    layer: int | Int[Array, ""] | None = None,
 ) -> Float[Array, "N D"]:
     """See `pallas_kernels.grouped_matmul.routed_experts`."""
+    gate, up, down = of_layer(layer, gate, up, down)
     gates, ups, downs = (None if stack is None else jnp.asarray(stack, jnp.float32) for stack in (gate, up, down))
     gate_bias, up_bias, down_bias = biases or (None, None, None)
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.grouped_matmul.experts import Activation, ExpertBiases
+from pallas_kernels.grouped_matmul.experts import Activation, ExpertBiases, of_layer
 from pallas_kernels.grouped_matmul.grouping import combine, group_by_expert
 
 # Most rows of one product: where a CPU core reaches its peak.
@@ -32,15 +32,17 @@ def routed_experts(
     x: Float[Array, "N D"],
     expert_ids: Int[Array, "N k"],
     weights: Float[Array, "N k"],
-    gate: Float[Array, "E I D"] | tuple[Float[Array, "I D"], ...] | None,
-    up: Float[Array, "E I D"] | tuple[Float[Array, "I D"], ...],
-    down: Float[Array, "E D I"] | tuple[Float[Array, "D I"], ...],
+    gate: Float[Array, "*R E I D"] | tuple[Float[Array, "I D"], ...] | None,
+    up: Float[Array, "*R E I D"] | tuple[Float[Array, "I D"], ...],
+    down: Float[Array, "*R E D I"] | tuple[Float[Array, "D I"], ...],
     valid: Bool[Array, "N"],
     *,
     activation: Activation,
     biases: ExpertBiases | None = None,
+    layer: int | Int[Array, ""] | None = None,
 ) -> Float[Array, "N D"]:
     """See `pallas_kernels.grouped_matmul.routed_experts`."""
+    gate, up, down = of_layer(layer, gate, up, down)
     num_experts = len(up)
     size = block_rows(expert_ids.size, num_experts)
     grouping = group_by_expert(expert_ids, valid, num_experts)

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from jax.experimental.layout import Format, Layout
+from jax.sharding import SingleDeviceSharding
 from safetensors.numpy import save_file
 
 from jaxhybrid.checkpoint.fill import WeightRule, fill
@@ -57,6 +59,16 @@ def test_leaves_hold_the_tensors_cast(tmp_path):
     for rule in RULES:
         expected = tensors[rule.name].astype(ABSTRACT[rule.path].dtype)
         np.testing.assert_array_equal(leaves[rule.path][rule.index], expected)
+
+
+def test_a_leaf_lies_in_the_order_of_dimensions_that_is_asked_for(tmp_path):
+    where = Format(Layout((1, 0, 3, 2)), SingleDeviceSharding(jax.devices()[0]))
+    abstract = {**ABSTRACT, EXPERT: Spec((LAYERS, EXPERTS, 5, 7), jnp.float32, sharding=where)}
+    tensors = make_tensors()
+    leaves = fill(abstract, RULES, open_folder(tmp_path, tensors))
+    assert leaves[EXPERT].format.layout.major_to_minor == (1, 0, 3, 2)
+    assert leaves[NORM].format.layout.major_to_minor == (0, 1)
+    np.testing.assert_array_equal(leaves[EXPERT][2, 1], tensors["l.2.e.1"].astype(np.float32))
 
 
 def test_sharded_files_fill_the_same(tmp_path):

@@ -1,0 +1,179 @@
+"""Mixture of experts on TPU: one kernel for an expert's three products, which reads every chosen expert's weights once.
+
+Rows are sorted by expert, and each expert's padded to whole tiles, so that a grid step has one tile of rows and one
+expert, or part of its inner width; consecutive tiles of one expert find its weights in VMEM. What is between the
+products never leaves VMEM. XLA's ragged dot wants matrices stored [in, out] and, in a scan over layers, a copy of every
+layer's experts; this one reads any layer of a stack where it lies.
+"""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels.grouped_matmul.experts import Activation, ExpertBiases
+from pallas_kernels.grouped_matmul.grouping import group_by_expert
+
+# Rows of a tile: the least that fill a packed register, the most that are held beside an expert's weights.
+MIN_ROWS, MAX_ROWS = 16, 256
+# Weights of a grid step; there are two such blocks, one computed on and one on its way.
+BLOCK_BYTES = 12 << 20
+VMEM_BYTES = 56 << 20
+
+
+def accepts(
+    x: Array, expert_ids: Array, weights: Array, gate: Any, up: Any, down: Any, *_: Any, **options: Any
+) -> str | None:
+    """Why the kernel cannot run these arguments of `routed_experts`, or None."""
+    if isinstance(up, tuple):
+        return "expert weights come as tuples, not stacked"
+    for name, width in (("hidden size", up.shape[-1]), ("inner width", up.shape[-2])):
+        if width % 8:
+            return f"{name} {width} is not a multiple of 8"
+    return None
+
+
+def tile_rows(assignments: int, num_experts: int) -> int:
+    """Rows of a tile: twice an expert's mean share up to a power of two, so that most experts fit into one."""
+    share = -(-2 * assignments // num_experts)
+    return min(MAX_ROWS, max(MIN_ROWS, 1 << (share - 1).bit_length()))
+
+
+def inner_block(inner: int, row_bytes: int) -> int:
+    """Inner channels of a grid step, `row_bytes` each: all of them, or about equal multiples of 128."""
+    if inner * row_bytes <= BLOCK_BYTES:
+        return inner
+    most = max(128, BLOCK_BYTES // row_bytes // 128 * 128)
+    return 128 * math.ceil(inner / math.ceil(inner / most) / 128)
+
+
+def most_tiles(assignments: int, num_experts: int, rows: int) -> int:
+    """However the assignments fall."""
+    return (assignments + min(num_experts, assignments) * (rows - 1)) // rows
+
+
+def routed_experts(
+    x: Float[Array, "N D"],
+    expert_ids: Int[Array, "N k"],
+    weights: Float[Array, "N k"],
+    gate: Float[Array, "*R E I D"] | None,
+    up: Float[Array, "*R E I D"],
+    down: Float[Array, "*R E D I"],
+    valid: Bool[Array, "N"],
+    *,
+    activation: Activation,
+    biases: ExpertBiases | None = None,
+    layer: int | Int[Array, ""] | None = None,
+    interpret: Any = False,
+) -> Float[Array, "N D"]:
+    """See `pallas_kernels.grouped_matmul.routed_experts`; `interpret` as of `pallas_call`."""
+    matrices = [None if each is None else each if layer is not None else each[None] for each in (gate, up, down)]
+    count = up.shape[-3]
+    rows = tile_rows(expert_ids.size, count)
+    tiles = most_tiles(expert_ids.size, count, rows)
+    grouping = group_by_expert(expert_ids, valid, count)
+    expert_tiles = -(-grouping.sizes // rows)
+    tile_ends = jnp.cumsum(expert_tiles)
+    starts = jnp.cumsum(grouping.sizes) - grouping.sizes
+    # How far an expert's rows move, from the sorted ones to the padded.
+    shift = (tile_ends - expert_tiles) * rows - starts
+    expert_of_tile = jnp.minimum(jnp.searchsorted(tile_ends, jnp.arange(tiles), side="right"), count - 1)
+    source = jnp.arange(tiles * rows) - jnp.repeat(shift[expert_of_tile], rows)
+    filled = source < jnp.repeat((starts + grouping.sizes)[expert_of_tile], rows)
+    tokens = grouping.tokens[jnp.clip(source, 0, expert_ids.size - 1)]
+    products = _products(
+        jnp.where(filled[:, None], x[tokens], 0), matrices, biases, expert_of_tile, tile_ends[-1],
+        jnp.asarray(0 if layer is None else layer, jnp.int32), rows, activation, interpret,
+    )  # fmt: skip
+    here = valid[:, None] & (expert_ids >= 0) & (expert_ids < count)
+    places = grouping.places + shift[jnp.clip(expert_ids, 0, count - 1)]
+    chosen = jnp.where(here[..., None], products[jnp.where(here, places, 0)], 0)
+    return jnp.einsum("nkd,nk->nd", chosen, jnp.where(here, weights, 0)).astype(x.dtype)
+
+
+def _products(
+    rows: Float[Array, "M D"],
+    matrices: list[Array | None],
+    biases: ExpertBiases | None,
+    expert_of_tile: Int[Array, " tiles"],
+    used_tiles: Int[Array, ""],
+    layer: Int[Array, ""],
+    tile: int,
+    activation: Activation,
+    interpret: Any,
+) -> Float[Array, "M D"]:
+    """Every padded row through its tile's expert, float32; tiles that are not used hold anything."""
+    gate, up, _ = matrices
+    assert up is not None
+    inner, width = up.shape[-2:]
+    present = [each for each in matrices if each is not None]
+    block = inner_block(inner, len(present) * width * up.dtype.itemsize)
+    into = pl.BlockSpec((None, None, block, width), lambda t, i, layer, expert: (layer[0], expert[t], i, 0))
+    out_of = pl.BlockSpec((None, None, width, block), lambda t, i, layer, expert: (layer[0], expert[t], 0, i))
+    row_block = pl.BlockSpec((tile, width), lambda t, *_: (t, 0))
+    inner_bias = pl.BlockSpec((None, 1, block), lambda t, i, layer, expert: (expert[t], 0, i))
+    width_bias = pl.BlockSpec((None, 1, width), lambda t, i, layer, expert: (expert[t], 0, 0))
+    specs = [row_block, *([into] if gate is not None else []), into, out_of]
+    arguments = [rows, *present]
+    if biases is not None:
+        given = [bias for bias in biases if bias is not None]
+        specs += [inner_bias] * (len(given) - 1) + [width_bias]
+        arguments += [bias.astype(jnp.float32)[:, None] for bias in given]
+    return pl.pallas_call(
+        functools.partial(_kernel, inner, gate is not None, activation),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2,
+            grid=(used_tiles, pl.cdiv(inner, block)),
+            in_specs=specs,
+            out_specs=row_block,
+        ),
+        out_shape=jax.ShapeDtypeStruct(rows.shape, jnp.float32),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("arbitrary", "arbitrary"), vmem_limit_bytes=VMEM_BYTES
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * len(present) * rows.shape[0] * inner * width,
+            transcendentals=rows.shape[0] * inner,
+            bytes_accessed=min(len(expert_of_tile), up.shape[-3]) * len(present) * inner * width * up.dtype.itemsize
+            + rows.size * (rows.dtype.itemsize + 4),
+        ),
+        interpret=interpret,
+        name="routed_experts",
+    )(layer.reshape(1), expert_of_tile, *arguments)
+
+
+def _kernel(inner, gated, activation, layer, expert_of_tile, rows, *refs):
+    """Blocks: rows, out [M, D]; gate, up [I', D]; down [D, I']; biases [1, I'] and [1, D]."""
+    number = 2 + gated
+    (*into, down), biases, out = refs[:number], refs[number:-1], refs[-1]
+    part, block = pl.program_id(1), down.shape[1]
+    x = rows[...]
+    products = [_product(x, matrix[...]) for matrix in into]
+    if biases:
+        products = [product + bias[...] for product, bias in zip(products, biases, strict=False)]
+    hidden, last = activation(products[0] if gated else None, products[-1]), down[...]
+    if inner % block:  # the last part reaches beyond the matrices
+        inside = jax.lax.broadcasted_iota(jnp.int32, (1, block), 1) < inner - part * block
+        hidden, last = jnp.where(inside, hidden, 0), jnp.where(inside, last, 0)
+    added = _product(hidden.astype(x.dtype), last)
+
+    @pl.when(part == 0)
+    def _():
+        out[...] = added + biases[-1][...] if biases else added
+
+    @pl.when(part > 0)
+    def _():
+        out[...] += added
+
+
+def _product(a: Float[Array, "m k"], b: Float[Array, "n k"]) -> Float[Array, "m n"]:
+    """a b^T, of factors as they are, summed in float32."""
+    precision = "highest" if a.dtype == jnp.float32 else None
+    return jax.lax.dot_general(
+        a, b.astype(a.dtype), (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
+    )

@@ -1,0 +1,92 @@
+"""Whole decode loops of published models compile for a TPU slice, all donated arrays updated where they lie."""
+
+import dataclasses
+import math
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.experimental import topologies
+from jax.sharding import Mesh
+
+from jaxhybrid.checkpoint.json_file import read_json_object
+from jaxhybrid.engine.programs import decode
+from jaxhybrid.engine.sampling import SamplingControls, SamplingMode
+from jaxhybrid.layers.context import Execution
+from jaxhybrid.layers.decoder import abstract_decoder
+from jaxhybrid.models import translate
+from jaxhybrid.parallel.fitting import fit_to_mesh
+from jaxhybrid.parallel.mesh import MESH_AXES
+from jaxhybrid.parallel.sharding import parameter_struct, pool_places
+from jaxhybrid.state.arrays import leaf_shape
+from jaxhybrid.state.batch import BatchAddress
+from jaxhybrid.state.layout import StateDtypes, layout_of
+from pallas_kernels import aot, registry
+from pallas_kernels.partition import Partition
+
+pytestmark = pytest.mark.aot
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+ROWS, SLOTS, PAGES, PAGE_SIZE, STEPS = 64, 130, 4097, 64, 4
+
+
+def partition_for(part: aot.Part, chips: int) -> Partition:
+    aot.device(part)
+    devices = topologies.get_topology_desc(part.slice, platform="tpu").devices[:chips]
+    axes = tuple((name, axis) for name, axis in MESH_AXES.items() if axis == "model") if chips > 1 else ()
+    return Partition(Mesh(np.array(devices), ("model",)), axes)
+
+
+def compile_decode(part: aot.Part, name: str, layers: int, chips: int):
+    """The engine's decode loop over the first layers. Returns the program, its kernels, and the pool's bytes a chip."""
+    partition, path = partition_for(part, chips), CONFIGS / f"{name}.json"
+    config = translate(read_json_object(path), str(path))
+    config = dataclasses.replace(config, layers=config.layers[:layers], mtp_layers=(), vision=None)
+    config = fit_to_mesh(config, partition)
+    graph, parameters = nnx.split(abstract_decoder(config, Execution.for_platform("tpu"), "bfloat16", partition))
+    structs = [
+        (at, each.replace(parameter_struct(each, partition, "tpu"))) for at, each in nnx.to_flat_state(parameters)
+    ]
+    layout = layout_of(config.layers, StateDtypes("float32", "bfloat16"), config.vocab_size)
+    places, pool, size = pool_places(layout, partition, "tpu"), {}, 0
+    assert places is not None
+    for leaf in layout.leaves:
+        shape, place = leaf_shape(leaf, SLOTS, PAGES, PAGE_SIZE), places[leaf.group][leaf.name]
+        pool.setdefault(leaf.group, {})[leaf.name] = jax.ShapeDtypeStruct(shape, jnp.dtype(leaf.dtype), sharding=place)
+        size += math.prod(place.sharding.shard_shape(shape)) * np.dtype(leaf.dtype).itemsize
+
+    def array(*shape, dtype="int32"):
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=partition.sharding((), ()))
+
+    row, real = array(ROWS), array(ROWS, dtype="float32")
+    address = BatchAddress(row, row, array(ROWS, 128), row, row)
+    controls = SamplingControls(real, row, real, real, real, real, real, array(ROWS, 2), row)
+    function = partial(decode, graph, STEPS, SamplingMode(random=False, filtered=False, penalised=False))
+    arguments = (nnx.from_flat_state(structs), pool, address, row, array(ROWS, STEPS), controls, None)
+    with registry.target("tpu"), registry.record() as recorder:
+        jitted = jax.jit(function, donate_argnums=1, out_shardings=(None, places))
+        compiled = jitted.lower(*arguments).compile()
+    return compiled, {choice.operator: choice.implementation for choice in recorder.choices()}, size
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "chips", "operators"),
+    [
+        ("kimi-linear-48b-a3b", 9, 4, {"short_conv", "gated_delta", "latent_attention", "routed_experts"}),
+        ("qwen3-next-80b-a3b", 8, 4, {"short_conv", "gated_delta", "paged_attention", "routed_experts"}),
+    ],
+)
+def test_a_decode_loop_runs_in_kernels_and_copies_neither_state_nor_experts(name, layers, chips, operators):
+    part = aot.PARTS["tpu-v6e"]
+    if reason := aot.why_absent(part):
+        pytest.skip(reason)
+    compiled, kernels, pool = compile_decode(part, name, layers, chips)
+    memory = compiled.memory_analysis()
+    assert kernels == dict.fromkeys(operators, "pallas")
+    assert memory.alias_size_in_bytes >= pool
+    # All states of one leaf, or one layer's experts, would be more.
+    assert memory.temp_size_in_bytes < 128 << 20
