@@ -1,15 +1,16 @@
-"""Published models' shapes for the recurrent operators' forms on update records: verify, replay, buffered decode."""
+"""Published models' shapes for the recurrent operators' other forms: prefill with checkpoints, verify, replay, buffered
+decode."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.gated_delta import tpu_decode
+from pallas_kernels.gated_delta import gated_delta, tpu_decode, tpu_prefill
 from pallas_kernels.gated_delta.records import DeltaRecords
 from pallas_kernels.gated_delta.replay import replay
 from pallas_kernels.gated_delta.verify import verify
-from pallas_kernels.published import DELTA_MODELS, LAYERS, Case, DeltaModel
+from pallas_kernels.published import DELTA_MODELS, LAYERS, PREFILL_TOKENS, Case, DeltaModel
 
 DRAFT_TOKENS = (4, 8)
 
@@ -94,4 +95,29 @@ def gated_delta_replay_case(name: str, batch: int, tokens: int) -> Case:
         (_state(model, batch), _array(dtype=jnp.int32), rows, rows, rows, *flat), 0, batch * tokens,
         _steps(model, batch), 0, 2 * batch * _state_bytes(model) + _bytes(*records),
         batch * tokens * model.value_heads * model.dim * model.dim,
+    )  # fmt: skip
+
+
+def gated_delta_checkpoints_case(name: str, batch: int, tokens: int = PREFILL_TOKENS, checkpoints: int = 4) -> Case:
+    """A prefill that keeps the states of so many boundaries besides its end. Chunks computed again do not count."""
+    model = DELTA_MODELS[name]
+    heads, dim = model.value_heads, model.dim
+    inputs, rows = _inputs(model, batch, tokens), _array(batch, dtype=jnp.int32)
+    numbers = _array(batch, checkpoints, dtype=jnp.int32)
+
+    def function(*arguments):
+        *inputs, state, layer, reads, writes, lengths, kept_lengths, kept_slots = arguments
+        q, k, v, log_decay, beta = _by_head(state, *inputs)
+        options = {"checkpoint_lengths": kept_lengths, "checkpoint_slots": kept_slots}
+        out, state = gated_delta(q, k, v, log_decay, beta, state, layer, reads, writes, lengths, **options)
+        return out.reshape(*out.shape[:2], -1), state
+
+    chunk, groups = tpu_prefill.CHUNK, heads // model.key_heads
+    edges = batch * heads // tpu_prefill.heads_per_block(heads, groups, dim * dim * 4)
+    return Case(
+        "gated_delta", name, "prefill", function,
+        (*inputs, _state(model, batch), _array(dtype=jnp.int32), rows, rows, rows, numbers, numbers), len(inputs),
+        batch * tokens, edges * -(-tokens // chunk), edges,
+        (2 + checkpoints) * batch * _state_bytes(model) + _bytes(*inputs) + batch * tokens * heads * dim * 4,
+        batch * tokens * heads * dim * (2 * chunk + 3 * dim),
     )  # fmt: skip

@@ -32,6 +32,9 @@ def gated_delta(
     read_slots: Int[Array, " B"],
     write_slots: Int[Array, " B"],
     lengths: Int[Array, " B"],
+    *,
+    checkpoint_lengths: Int[Array, "B M"] | None = None,
+    checkpoint_slots: Int[Array, "B M"] | None = None,
 ) -> tuple[Float[Array, "B T Hv dv"], Float[Array, "L N Hv dk dv"]]:
     """Run T tokens of the gated delta rule from each row's state.
 
@@ -53,9 +56,14 @@ def gated_delta(
         write_slots: where each row's new state goes; distinct, save that padding rows share slot 0. No row may write a
             slot that another one reads (again save slot 0): rows are in flight at the same time.
         lengths: valid tokens of each row, 0 to T. A row of length 0 copies its state unchanged.
+        checkpoint_lengths: after how many of its tokens a row's state is kept besides, up to its length; 0 is none.
+        checkpoint_slots: where it goes; 0 for none. Like write slots, and other than those.
 
     Returns:
         The outputs in float32 (unspecified on padding), and the updated state.
     """
     arguments = (q, k, v, log_decay, beta, state, layer, read_slots, write_slots, lengths)
-    return choose(OPERATOR, *arguments)(*arguments)
+    options = {} if checkpoint_lengths is None else {
+        "checkpoint_lengths": checkpoint_lengths, "checkpoint_slots": checkpoint_slots,
+    }  # fmt: skip
+    return choose(OPERATOR, *arguments, **options)(*arguments, **options)

@@ -24,11 +24,13 @@ VALUE_BLOCK = 32
 _KEY_BLOCK = 32
 
 
-def accepts(q: Array, k: Array, v: Array, log_decay: Array, beta: Array, state: Array, *_: Array) -> str | None:
+def accepts(q: Array, k: Array, v: Array, *_: Any, checkpoint_lengths: Array | None = None, **__: Any) -> str | None:
     """Why the kernels cannot run these arguments of `gated_delta`, or None."""
     for name, width in (("key_head_dim", q.shape[3]), ("value_head_dim", v.shape[3])):
         if width not in (32, 64, 128, 256):
             return f"{name} {width} is not 32, 64, 128 or 256"
+    if checkpoint_lengths is not None:
+        return "it keeps no state but the last"
     return None
 
 
@@ -60,7 +62,7 @@ def gated_delta(
             jax.ShapeDtypeStruct(state.shape, state.dtype),
         ],
         input_output_aliases={9: 1},
-        compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
+        compiler_params=_compiler_params(tokens, per_channel=log_decay.ndim == 4),
         cost_estimate=pl.CostEstimate(
             flops=7 * states * tokens,
             transcendentals=log_decay.size,
@@ -77,6 +79,13 @@ def gated_delta(
         state,
     )
     return out[:, :tokens], state
+
+
+def _compiler_params(tokens: int, per_channel: bool) -> triton.CompilerParams:
+    """As many warps, and loads ahead of their chunk, as the registers allow."""
+    if tokens > 1 and per_channel:
+        return triton.CompilerParams(num_warps=8, num_stages=2)
+    return triton.CompilerParams(num_warps=4, num_stages=1)
 
 
 def _place(k, v):
@@ -150,15 +159,17 @@ def _products_per_head(load, load_decay, q, k, exact):
 
 
 def _products_per_channel(load, load_decay, q, k, exact):
-    kk = qk = jnp.zeros((CHUNK, CHUNK), jnp.float32)
-    for start in range(0, k.shape[3], _KEY_BLOCK):
-        channels = pl.ds(start, _KEY_BLOCK)
+    def add_channels(block, products):
+        channels = pl.ds(block * _KEY_BLOCK, _KEY_BLOCK)
         sums, _ = running_sums(load_decay(channels))
         query, key = load(q, channels), load(k, channels)
         decays = decay_between(sums, sums, (slice(None), None), (None, slice(None)))
         decays = jnp.where(at_and_before(CHUNK)[:, :, None], decays, 0) * key[None]
-        kk = kk + (key[:, None] * decays).sum(axis=2)
-        qk = qk + (query[:, None] * decays).sum(axis=2)
+        return [product + (x[:, None] * decays).sum(axis=2) for product, x in zip(products, (key, query), strict=True)]
+
+    # A loop in the program too: all blocks at once would not fit the registers.
+    nothing = jnp.zeros((CHUNK, CHUNK), jnp.float32)
+    kk, qk = jax.lax.fori_loop(0, k.shape[3] // _KEY_BLOCK, add_channels, [nothing, nothing])
     sums, total = running_sums(load_decay(slice(None)))
     before, after = jnp.exp(sums[0] + sums[1]), decay_between(total, sums, (None,), (slice(None),))
     return kk, qk, before, after, jnp.exp(total[0] + total[1])[:, None]

@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.gated_delta import tpu_decode, tpu_prefill
 
 
-def accepts(q: Array, k: Array, v: Array, log_decay: Array, beta: Array, state: Array, *_: Array) -> str | None:
+def accepts(q: Array, k: Array, v: Array, *_: Any, **__: Any) -> str | None:
     """Why the kernels cannot run these arguments of `gated_delta`, or None."""
     for name, width in (("key_head_dim", q.shape[3]), ("value_head_dim", v.shape[3])):
         if width % 128:
@@ -27,12 +27,17 @@ def gated_delta(
     write_slots: Int[Array, " B"],
     lengths: Int[Array, " B"],
     *,
+    checkpoint_lengths: Int[Array, "B M"] | None = None,
+    checkpoint_slots: Int[Array, "B M"] | None = None,
     interpret: Any = False,
 ) -> tuple[Float[Array, "B T Hv dv"], Float[Array, "L N Hv dk dv"]]:
     """Arguments and result as in `pallas_kernels.gated_delta.gated_delta`; `interpret` as of `pallas_call`."""
     slots = (layer, read_slots, write_slots, lengths)
-    if q.shape[1] > 1:
-        return tpu_prefill.prefill(q, k, v, log_decay, beta, state, *slots, interpret=interpret)
+    checkpoints = None
+    if checkpoint_lengths is not None and checkpoint_slots is not None:
+        checkpoints = checkpoint_lengths, checkpoint_slots
+    if q.shape[1] > 1 or checkpoints is not None:
+        return tpu_prefill.prefill(q, k, v, log_decay, beta, state, *slots, checkpoints, interpret=interpret)
     token = (q[:, 0], k[:, 0], v[:, 0], log_decay[:, 0], beta[:, 0])
     out, state = tpu_decode.decode(*token, state, *slots, interpret=interpret)
     return out[:, None], state

@@ -23,6 +23,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import slots
 from pallas_kernels.decay import segment_decays
+from pallas_kernels.gated_delta.xla_fold import fold
 
 # Tokens in a chunk. On an AVX-512 core, for 4 to 8 heads of 64 or 128: 64 takes 30 to 60 % more time than 32; 16 takes
 # 5 to 15 % less, but doubles the steps of the scan and the states that the backward pass keeps.
@@ -42,12 +43,23 @@ def gated_delta(
     read_slots: Int[Array, " B"],
     write_slots: Int[Array, " B"],
     lengths: Int[Array, " B"],
+    *,
+    checkpoint_lengths: Int[Array, "B M"] | None = None,
+    checkpoint_slots: Int[Array, "B M"] | None = None,
 ) -> tuple[Float[Array, "B T Hv dv"], Float[Array, "L N Hv dk dv"]]:
     """Arguments and result as in `pallas_kernels.gated_delta.gated_delta`."""
     valid = jnp.arange(q.shape[1]) < lengths[:, None]
     inputs = q, k, v, log_decay, beta, valid
     # Not slots.read: the products below need a copy of S in memory anyway, and it would copy a single row's twice.
     S = state[layer, read_slots].astype(jnp.float32)
+    if checkpoint_lengths is not None and checkpoint_slots is not None:
+        # A checkpoint that is none keeps what the null slot holds.
+        kept = slots.read(state, layer, checkpoint_slots.reshape(-1)).astype(jnp.float32)
+        kept = kept.reshape(*checkpoint_slots.shape, *kept.shape[1:])
+        out, S, kept = _checkpointed_chunks(S, kept, checkpoint_lengths, *inputs)
+        state = slots.write(state, layer, write_slots, lambda row: S[row])
+        kept = kept.reshape(-1, *S.shape[1:])
+        return out, slots.write(state, layer, checkpoint_slots.reshape(-1), lambda row: kept[row])
     if q.shape[1] > 1:
         out, S = _chunks(S, *inputs)
         return out, slots.write(state, layer, write_slots, lambda row: S[row])
@@ -94,6 +106,36 @@ def _chunks(
     # Checkpointed: the backward pass keeps one state a chunk and computes the rest again.
     S, out = over_chunks(jax.checkpoint(step), S, *inputs)
     return out, S
+
+
+def _checkpointed_chunks(
+    S: Float[Array, "B Hv dk dv"],
+    kept: Float[Array, "B M Hv dk dv"],
+    checkpoint_lengths: Int[Array, "B M"],
+    *inputs: Float[Array, "B T ..."],
+) -> tuple[Float[Array, "B T Hv dv"], Float[Array, "B Hv dk dv"], Float[Array, "B M Hv dk dv"]]:
+    """As `_chunks`, with `kept` replaced by the state after so many tokens, wherever that is more than 0.
+
+    Within a chunk, u does not depend on later tokens: the state there is the fold of the records until then.
+    """
+    states_at = jax.vmap(fold, in_axes=(None, None, None, None, 1), out_axes=1)
+
+    def step(carry, inputs):
+        S, kept, start = carry
+        _, k, _, log_decay, _, _ = inputs
+        next_S, out, u = chunk(S, inputs)
+        counts = checkpoint_lengths - start
+        inside = (counts > 0) & (counts <= k.shape[1])
+
+        def keep(kept):
+            states = states_at(S, normalised(k.astype(jnp.float32)), u, log_decay, counts)
+            return jnp.where(inside[..., None, None, None], states, kept)
+
+        kept = jax.lax.cond(inside.any(), keep, lambda kept: kept, kept)
+        return (next_S, kept, start + k.shape[1]), out
+
+    (S, kept, _), out = over_chunks(step, (S, kept, 0), *inputs)
+    return out, S, kept
 
 
 def over_chunks(step: Callable[..., tuple[Any, Any]], carry: Any, *inputs: Float[Array, "B T ..."]) -> tuple[Any, Any]:

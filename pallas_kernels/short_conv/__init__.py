@@ -12,7 +12,7 @@ OPERATOR = Operator(
     "short_conv",
     (
         Implementation("pallas", tpu.short_conv, platforms=("tpu",), accepts=tpu.accepts),
-        Implementation("pallas", gpu.short_conv, platforms=("gpu",)),
+        Implementation("pallas", gpu.short_conv, platforms=("gpu",), accepts=gpu.accepts),
         Implementation("xla", xla.short_conv),
         Implementation("reference", reference.short_conv, automatic=False),
     ),
@@ -30,6 +30,8 @@ def short_conv(
     bias: Float[Array, "*C"] | None = None,
     *,
     axis: str = "heads",
+    checkpoint_lengths: Int[Array, "B M"] | None = None,
+    checkpoint_slots: Int[Array, "B M"] | None = None,
 ) -> tuple[Float[Array, "B T *C"], Float[Array, "L N K-1 *C"]]:
     """Convolve each channel over time, then apply SiLU.
 
@@ -47,6 +49,8 @@ def short_conv(
             slot that another one reads (again save slot 0): rows are in flight at the same time.
         lengths: valid tokens of each row, 0 to T. A row of length 0 copies its state unchanged.
         bias: added before SiLU.
+        checkpoint_lengths: after how many of its tokens a row's state is kept besides, up to its length; 0 is none.
+        checkpoint_slots: where it goes; 0 for none. Like write slots, and other than those.
         axis: what the channels' last dimension goes by, on a mesh; `_` for channels that every device has.
 
     Returns:
@@ -54,15 +58,18 @@ def short_conv(
     """
     names = "_ " * (x.ndim - 3) + axis
     axes = Axes((f"_ _ {names}", names, f"_ _ _ {names}", "", "", "", "", names), (f"_ _ {names}", f"_ _ _ {names}"))
-    return split(_flattened, axes)(x, weight, state, layer, read_slots, write_slots, lengths, bias)
+    options = {} if checkpoint_lengths is None else {
+        "checkpoint_lengths": checkpoint_lengths, "checkpoint_slots": checkpoint_slots,
+    }  # fmt: skip
+    return split(_flattened, axes)(x, weight, state, layer, read_slots, write_slots, lengths, bias, **options)
 
 
-def _flattened(x: Array, weight: Array, state: Array, *rest: Any) -> tuple[Array, Array]:
+def _flattened(x: Array, weight: Array, state: Array, *rest: Any, **options: Any) -> tuple[Array, Array]:
     """All channels in one dimension: the same memory."""
     *slots, bias = rest
     flat = (
         x.reshape(*x.shape[:2], -1), weight.reshape(-1, weight.shape[-1]), state.reshape(*state.shape[:3], -1),
         *slots, None if bias is None else bias.reshape(-1),
     )  # fmt: skip
-    out, new_state = choose(OPERATOR, *flat)(*flat)
+    out, new_state = choose(OPERATOR, *flat, **options)(*flat, **options)
     return out.reshape(x.shape), new_state.reshape(state.shape)

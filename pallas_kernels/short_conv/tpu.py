@@ -24,7 +24,7 @@ _TOKENS = 256
 _ELEMENTS = 1 << 18
 
 
-def accepts(x: Array, weight: Array, state: Array, *_: Any) -> str | None:
+def accepts(x: Array, weight: Array, state: Array, *_: Any, **__: Any) -> str | None:
     """Why the kernel cannot run these arguments of `short_conv`, or None."""
     channels, taps = weight.shape
     if channels % 128:
@@ -44,6 +44,8 @@ def short_conv(
     lengths: Int[Array, " B"],
     bias: Float[Array, " C"] | None = None,
     *,
+    checkpoint_lengths: Int[Array, "B M"] | None = None,
+    checkpoint_slots: Int[Array, "B M"] | None = None,
     interpret: Any = False,
 ) -> tuple[Float[Array, "B T C"], Float[Array, "L N K-1 C"]]:
     """Arguments and result as in `pallas_kernels.short_conv.short_conv`; `interpret` as of `pallas_call`."""
@@ -51,8 +53,9 @@ def short_conv(
     offset = jnp.zeros((1, x.shape[2]), jnp.float32) if bias is None else bias.astype(jnp.float32)[None]
     layers = jnp.asarray(layer, jnp.int32).reshape(1)
     slots = (layers, *(x.astype(jnp.int32) for x in (read_slots, write_slots, lengths)))
-    if x.shape[1] > 1:
-        return _prefill(x, taps, offset, state, slots, interpret)
+    if x.shape[1] > 1 or checkpoint_lengths is not None:
+        checkpoints = None if checkpoint_slots is None else (checkpoint_lengths, checkpoint_slots)
+        return _prefill(x, taps, offset, state, slots, checkpoints, interpret)
     y, state = _decode(x[:, 0], taps, offset, state, slots, interpret)
     return y[:, None], state
 
@@ -150,6 +153,7 @@ def _prefill(
     offset: Float[Array, "1 C"],
     state: Array,
     slots: tuple,
+    checkpoints: tuple | None,
     interpret,
 ) -> tuple[Float[Array, "B T C"], Array]:
     batch, tokens, channels = x.shape
@@ -161,7 +165,7 @@ def _prefill(
 
     block = pl.BlockSpec(
         (None, size, width),
-        lambda row, part, block, layer, read, write, lengths: (
+        lambda row, part, block, layer, read, write, lengths, *_: (
             row, jnp.minimum(block, last_block(lengths, row)), part
         ),
     )  # fmt: skip
@@ -172,17 +176,24 @@ def _prefill(
             (None, None, past, width), lambda row, part, block, layer, *slots: (layer[0], slots[which][row], 0, part)
         )
 
+    kernel, out_slot, kept = functools.partial(_prefill_kernel, last_block), slot(1), []
+    if checkpoints is not None:
+        # The states of a row go to several slots: by copies rather than as an output's blocks.
+        kernel = functools.partial(_checkpointing_kernel, last_block, checkpoints[0].shape[1])
+        slots = (*slots, *(x.astype(jnp.int32).ravel() for x in checkpoints))
+        out_slot = pl.BlockSpec(memory_space=pl.ANY)
+        kept = [pltpu.VMEM((past, width), state.dtype), pltpu.SemaphoreType.DMA]
     return pl.pallas_call(
-        functools.partial(_prefill_kernel, last_block),
+        kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=4,
+            num_scalar_prefetch=len(slots),
             grid=(batch, channels // width, pl.cdiv(tokens, size)),
             in_specs=[block, *constants, slot(0)],
-            out_specs=[block, slot(1)],
-            scratch_shapes=[pltpu.VMEM((_TILE + size, width), jnp.float32)],
+            out_specs=[block, out_slot],
+            scratch_shapes=[pltpu.VMEM((_TILE + size, width), jnp.float32), *kept],
         ),
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct(state.shape, state.dtype)],
-        input_output_aliases={7: 1},
+        input_output_aliases={len(slots) + 3: 1},
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
         cost_estimate=_cost(x, taps, state),
         interpret=interpret,
@@ -192,10 +203,54 @@ def _prefill(
 
 def _prefill_kernel(last_block, layer, read_slots, write_slots, lengths, x, taps, offset, state, y, new_state, window):
     """Blocks: x, y [T, C]; taps [K, C]; offset [1, C]; states [K-1, C]; window [8 + T, C]: the past before row 8."""
+
+    def keep_last(inputs):
+        new_state[...] = inputs.astype(new_state.dtype)
+
+    _run(last_block, lengths, x, taps, offset, state, y, window, keep_last)
+
+
+def _checkpointing_kernel(
+    last_block, checkpoints, layer, read_slots, write_slots, lengths, checkpoint_lengths, checkpoint_slots,
+    x, taps, offset, state, y, new_states, window, kept, semaphore,
+):  # fmt: skip
+    """As `_prefill_kernel`, with all states as `new_states`, to which `kept` [K-1, C] is copied wherever a state is
+    wanted."""
+    row, part, block = (pl.program_id(axis) for axis in range(3))
+    size, width = x.shape
+
+    def keep(inputs, slot):
+        kept[...] = inputs.astype(kept.dtype)
+        channels = pl.ds(pl.multiple_of(part * width, 128), width)
+        copy = pltpu.make_async_copy(kept, new_states.at[layer[0], slot, :, channels], semaphore)
+        copy.start()
+        copy.wait()
+
+    def keep_checkpoints(inputs_at):
+        @pl.loop(row * checkpoints, (row + 1) * checkpoints)
+        def _(number):
+            tokens = checkpoint_lengths[number] - block * size
+
+            @pl.when((tokens > 0) & (tokens <= size))
+            def _():
+                keep(inputs_at(tokens), checkpoint_slots[number])
+
+    def keep_last(inputs):
+        keep(inputs, write_slots[row])
+
+    _run(last_block, lengths, x, taps, offset, state, y, window, keep_last, keep_checkpoints)
+
+
+def _run(last_block, lengths, x, taps, offset, state, y, window, keep_last, keep_checkpoints=None):
+    """One block. `keep_last` gets the row's last inputs; `keep_checkpoints` gets what gives those at any token."""
     size, past = x.shape[0], state.shape[0]
     row, block = pl.program_id(0), pl.program_id(2)
     last = last_block(lengths, row)
     first = _TILE - past
+
+    def inputs_at(tokens):
+        # After n valid tokens the last inputs start n rows later: nothing moves when n is 0.
+        return jnp.concatenate([window[pl.ds(first + tokens + n, 1)] for n in range(past)])
 
     @pl.when(block == 0)
     def _():
@@ -210,12 +265,12 @@ def _prefill_kernel(last_block, layer, read_slots, write_slots, lengths, x, taps
             window[first + tap : first + tap + size] * taps[tap : tap + 1] for tap in range(past + 1)
         )
         y[...] = (total * jax.nn.sigmoid(total)).astype(y.dtype)
+        if keep_checkpoints is not None:
+            keep_checkpoints(inputs_at)
 
         @pl.when(block == last)
         def _():
-            # After n valid tokens the last inputs start n rows later: nothing moves when n is 0.
-            kept = [window[pl.ds(first + left + n, 1)] for n in range(past)]
-            new_state[...] = jnp.concatenate(kept).astype(new_state.dtype)
+            keep_last(inputs_at(left))
 
         @pl.when(block < last)
         def _():

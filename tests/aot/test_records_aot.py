@@ -1,9 +1,13 @@
-"""The recurrent operators' forms on update records compile for every TPU, and move little besides what they must."""
+"""The recurrent operators' other forms compile for every TPU, and move little besides what they must."""
 
 import pytest
 
 from pallas_kernels import aot
-from pallas_kernels.published_records import gated_delta_replay_case, gated_delta_verify_case
+from pallas_kernels.published_records import (
+    gated_delta_checkpoints_case,
+    gated_delta_replay_case,
+    gated_delta_verify_case,
+)
 
 pytestmark = pytest.mark.aot
 
@@ -35,3 +39,8 @@ def test_gated_delta_verify(tpu, model, batch, tokens):
 )
 def test_gated_delta_replay(tpu, model, batch, tokens):
     compile_and_check(tpu, gated_delta_replay_case(model, batch, tokens))
+
+
+@pytest.mark.parametrize("model", ["Kimi Linear 48B", "Qwen3-Next 80B"])
+def test_gated_delta_prefill_with_checkpoints(tpu, model):
+    compile_and_check(tpu, gated_delta_checkpoints_case(model, 2))
