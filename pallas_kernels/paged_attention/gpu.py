@@ -89,7 +89,7 @@ def paged_attention(
             + sum(x.size * x.dtype.itemsize for x in (q, v)),
         ),
         interpret=interpret,
-        name=f"paged_attention_{'prefill' if plan.rows > 64 else 'decode'}",
+        name=f"paged_attention_{'decode' if tokens == 1 else 'prefill'}",
     )(*(x.astype(jnp.int32) for x in numbers), q, k_pages, v_pages, *([] if sinks is None else [sinks]))
     return triton_softmax.combined(outs, q.dtype, interpret), k_pages, v_pages
 

@@ -78,7 +78,8 @@ def _kernel(layer, read_slots, write_slots, lengths, x, dt, A, B, C, D, state, o
     length, together = lengths[row], min(_TOKENS, x.shape[1])
 
     def constant(array, *index):
-        return triton.load(array.at[*index, channels], mask=here, other=0).astype(jnp.float32)
+        mask = jnp.broadcast_to(here, (*array.shape[-2:-1], _CHANNELS)) if array.ndim > 1 else here
+        return triton.load(array.at[*index, channels], mask=mask, other=0).astype(jnp.float32)
 
     def load(array, token, part=slice(None)):
         mask = here if part is channels else jnp.ones(array.shape[2], bool)
@@ -100,4 +101,5 @@ def _kernel(layer, read_slots, write_slots, lengths, x, dt, A, B, C, D, state, o
 
     first = constant(state, layer[0], read_slots[row], slice(None))
     h = jax.lax.fori_loop(0, pl.cdiv(length, together), steps, first)
-    triton.store(new_state.at[layer[0], write_slots[row], :, channels], h.astype(new_state.dtype), mask=here)
+    mask = jnp.broadcast_to(here, h.shape)
+    triton.store(new_state.at[layer[0], write_slots[row], :, channels], h.astype(new_state.dtype), mask=mask)

@@ -1,0 +1,91 @@
+"""The GPU kernels compile for Hopper parts at published shapes, without spills, and copy no state and no pages.
+
+The two parts differ in memory alone: one of them gets every model, the other one of each operator.
+"""
+
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from conftest import installed
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from pallas_kernels import aot, registry
+from pallas_kernels.published_gpu import AttentionShape, SsdShape, gpu_cases, paged_attention_case, ssd_case
+
+pytestmark = pytest.mark.aot
+
+KERNELS = {"index_top_k": "index_scores", "sparse_latent_attention": "sparse_latent_attention"}
+DECODE = {batch: gpu_cases(batch, 1, 8192, 131_072) for batch in (1, 64, 256)}
+PREFILL = gpu_cases(1, 2048, 8192, 16_384)
+
+
+def compile_and_check(part, case):
+    with registry.record() as recorder:
+        compiled = aot.compile_for(part, case.function, *case.arguments.values(), donate=case.donate)
+    assert [choice.implementation for choice in recorder.choices()] == ["pallas"]
+    text = compiled.as_text()
+    assert KERNELS.get(case.operator, f"{case.operator}_{case.form}") in text
+    states = [case.arguments[name] for name in case.donated]
+    assert compiled.memory_analysis().alias_size_in_bytes == sum(x.size * x.dtype.itemsize for x in states)
+    for state in states:
+        shape = ",".join(map(str, state.shape))
+        assert re.findall(rf"\[{shape}\]\S* (?:copy|transpose|convert)\(", text) == []
+
+
+def name(case):
+    return f"{case.operator}, {case.model}, {case.rows[0]}"
+
+
+@pytest.mark.parametrize("case", [*PREFILL, *itertools.chain(*DECODE.values())], ids=name)
+def test_h200(case):
+    compile_and_check(installed("h200"), case)
+
+
+def first_models(cases):
+    return list({case.operator: case for case in reversed(cases)}.values())
+
+
+@pytest.mark.parametrize("case", [*first_models(PREFILL), *first_models(DECODE[64])], ids=name)
+def test_h100(case):
+    compile_and_check(installed("h100"), case)
+
+
+OTHER_SHAPES = [
+    ssd_case("a state of 256", SsdShape(32, 128, 2, 256), 2, 300),
+    paged_attention_case("a group of 3, verify", AttentionShape(24, 8, 128), 8, 4, 5000),
+    paged_attention_case("heads of 32", AttentionShape(8, 8, 32), 3, 1, 100),
+]
+
+
+@pytest.mark.parametrize("case", OTHER_SHAPES, ids=name)
+def test_other_shapes(case):
+    compile_and_check(installed("h200"), case)
+
+
+def compile_kernel(kernel, x, warps):
+    def call(x):
+        params = triton.CompilerParams(num_warps=warps)
+        return pl.pallas_call(kernel, out_shape=x, compiler_params=params, name="wasteful")(x)
+
+    aot.compile_for(installed("h200"), call, x)
+
+
+def test_a_kernel_that_spills_registers_is_refused():
+    def kernel(x, out):
+        first = x[...]
+        out[...] = jax.lax.fori_loop(0, 10, lambda _, y: jnp.exp(y) * first + y * 1.5, first)
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match="register spilling"):
+        compile_kernel(kernel, jax.ShapeDtypeStruct((128, 256), jnp.float32), 8)
+
+
+def test_a_kernel_that_needs_too_much_shared_memory_is_refused():
+    def kernel(x, out):
+        out[...] = jnp.dot(x[...], x[...].T, preferred_element_type=jnp.float32).astype(out.dtype)
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"[Ss]hared memory"):
+        compile_kernel(kernel, jax.ShapeDtypeStruct((512, 512), jnp.bfloat16), 16)
