@@ -4,21 +4,24 @@ from typing import Any
 
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.ssd import tpu_decode
+from pallas_kernels.ssd import tpu_decode, tpu_prefill
 from pallas_kernels.ssd.tpu_decode import TILE
+from pallas_kernels.ssd.tpu_sums import CHUNK
 
 
 def accepts(x: Array, dt: Array, A: Array, B: Array, *_: Array) -> str | None:
     """Why the kernels cannot run these arguments of `ssd`, or None."""
     (heads, head_dim), (groups, width) = x.shape[2:], B.shape[2:]
-    if x.shape[1] > 1:
-        return f"{x.shape[1]} tokens are not one"
     if width % 128:
         return f"state_size {width} is not a multiple of 128"
     if head_dim % TILE and (TILE % head_dim or head_dim < 16):
         return f"head_dim {head_dim} is not 16, 32, 64 or a multiple of {TILE}"
     if heads // groups * head_dim % TILE:
         return f"{heads // groups} heads of {head_dim} a group are not a multiple of {TILE}"
+    if x.shape[1] > 1 and head_dim % CHUNK:
+        return f"head_dim {head_dim} is not a multiple of {CHUNK}, for several tokens"
+    if x.shape[1] > 1 and heads // groups % 2:
+        return f"{heads // groups} heads a group are not even, for several tokens"
     return None
 
 
@@ -39,6 +42,8 @@ def ssd(
 ) -> tuple[Float[Array, "B T H P"], Float[Array, "L S H P N"]]:
     """Arguments and result as in `pallas_kernels.ssd.ssd`; `interpret` as of `pallas_call`."""
     slots = (layer, read_slots, write_slots, lengths)
+    if x.shape[1] > 1:
+        return tpu_prefill.prefill(x, dt, A, B, C, D, state, *slots, interpret=interpret)
     token = (x[:, 0], dt[:, 0], A, B[:, 0], C[:, 0], D)
     out, state = tpu_decode.decode(*token, state, *slots, interpret=interpret)
     return out[:, None], state

@@ -11,6 +11,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.ssd import reference, tpu, tpu_decode
 
 BATCH, HEADS, HEAD_DIM, GROUPS, STATE, LAYERS, SLOTS = 3, 8, 64, 2, 128, 2, 7
+TOKENS = 130
 PER_TOKEN = ("x", "dt", "B", "C")
 
 # Memory that was never written is NaN to the interpreter.
@@ -82,3 +83,42 @@ def test_one_token_of_other_shapes(heads, head_dim, groups, state, monkeypatch):
     run = jax.jit(functools.partial(tpu.ssd, interpret=pltpu.InterpretParams()))
     shape = {"heads": heads, "head_dim": head_dim, "state": state}
     check(make_inputs(1, groups=groups, **shape), [3, 1, 5], [2, 6, 4], [1, 1, 1], make_state(**shape), run=run)
+
+
+@pytest.mark.parametrize("lengths", [(TOKENS, 64, 0), (63, 65, 1), (128, 129, 127)])
+@pytest.mark.parametrize("rate", [1e-4, 1.0, 30.0])
+def test_chunks(lengths, rate):
+    check(make_inputs(TOKENS, rate=rate), [3, 1, 5], [2, 1, 4], lengths)
+
+
+@pytest.mark.parametrize("log_decay", [0.0, -1e-6, -30.0, -1000.0])
+def test_chunks_of_extreme_decay(log_decay):
+    inputs = make_inputs(TOKENS)
+    inputs["dt"] = jnp.ones_like(inputs["dt"])
+    inputs["A"] = jnp.full_like(inputs["A"], log_decay)
+    check(inputs, [3, 1, 5], [2, 6, 4], [TOKENS, 65, 1])
+
+
+def test_weak_decay_after_strong_decay_keeps_its_precision():
+    """A difference of running sums near -900 would have only four digits left."""
+    inputs = make_inputs(TOKENS, rate=0.01)
+    inputs["dt"] = inputs["dt"].at[:, :30].set(3000.0)
+    inputs["x"] = inputs["x"].at[:, :30].multiply(1e-4)
+    check(inputs, [3, 1, 5], [2, 6, 4], [TOKENS] * 3, atol=1e-6)
+
+
+def test_steps_of_size_zero_leave_the_state_as_it_is():
+    inputs = make_inputs(TOKENS)
+    inputs["dt"] = jnp.zeros_like(inputs["dt"])
+    _, state = check(inputs, [3, 1, 5], [2, 6, 4], [TOKENS] * 3)
+    np.testing.assert_array_equal(state[1, 2], make_state()[1, 3])
+
+
+def test_padding_in_chunks_may_hold_nan():
+    inputs, lengths = make_inputs(TOKENS), [TOKENS, 70, 0]
+    padding = np.arange(TOKENS) >= np.array(lengths)[:, None]
+    inputs |= {name: inputs[name].at[padding].set(jnp.nan) for name in PER_TOKEN}
+    out, state = check(inputs, [3, 3, 4], [2, 6, 5], lengths)
+    assert np.isfinite(state).all()
+    assert np.isfinite(np.array(out)[~padding]).all()
+    np.testing.assert_array_equal(state[1, 5], make_state()[1, 4])

@@ -1,0 +1,211 @@
+"""Chunks of tokens through Mamba-2 on TPU, with the state in VMEM from the first chunk to the last.
+
+The grid is rows x blocks of heads x chunks, chunks innermost. A row's states are fetched from its read slot at its
+first chunk and go to its write slot after its last; in between they stay where they are, transposed, so that decays run
+along lanes. Chunks beyond a row's length are neither fetched nor computed.
+
+Products take bfloat16 factors where x came as bfloat16, else float32 ones; sums and states are float32.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.ssd import tpu_chunk, tpu_sums
+from pallas_kernels.ssd.tpu_sums import CHUNK, LANES
+
+# States of one grid step, in and out, are in VMEM twice each, and once more to be computed on.
+BLOCK_BYTES = 1 << 20
+
+
+def heads_per_block(heads: int, groups: int, head_dim: int, state_size: int, itemsize: int) -> int:
+    """Heads of a grid step: an even number, whole groups or a part of one.
+
+    As many as fit into `BLOCK_BYTES`, and as one product can spread the decays of. Float32 inputs, of `itemsize` 4,
+    take twice the room.
+    """
+    group = heads // groups
+    fitting = [
+        n for n in range(2, heads + 1, 2)
+        if heads % n == 0 and (n % group == 0 or group % n == 0)
+        and n * head_dim * state_size * 2 * itemsize <= BLOCK_BYTES and n * tpu_sums.parts(itemsize == 4) <= LANES
+    ]  # fmt: skip
+    return max(fitting, default=2)
+
+
+def prefill(
+    x: Float[Array, "B T H P"],
+    dt: Float[Array, "B T H"],
+    A: Float[Array, " H"],
+    B: Float[Array, "B T G N"],
+    C: Float[Array, "B T G N"],
+    D: Float[Array, " H"],
+    state: Float[Array, "L S H P N"],
+    layer: int | Int[Array, ""],
+    read_slots: Int[Array, " B"],
+    write_slots: Int[Array, " B"],
+    lengths: Int[Array, " B"],
+    *,
+    interpret: Any = False,
+) -> tuple[Float[Array, "B T H P"], Float[Array, "L S H P N"]]:
+    """Arguments and result as in `pallas_kernels.ssd.ssd`; `interpret` as of `pallas_call`."""
+    batch, tokens, heads, head_dim = x.shape
+    groups, width = B.shape[2:]
+    size = heads_per_block(heads, groups, head_dim, width, x.dtype.itemsize)
+    blocks, chunks, pairs = heads // size, -(-tokens // CHUNK), size // 2
+    # Groups of a block; or the blocks that share one.
+    of_block, sharing = max(1, size * groups // heads), max(1, heads // groups // size)
+    # A last chunk that is not full reaches beyond the arrays; only a block must not be larger than its array.
+    padded_tokens = max(tokens, CHUNK)
+
+    def current(chunk, lengths, row):
+        """The chunk, or the row's last one."""
+        return jnp.minimum(chunk, jax.lax.div(jnp.maximum(lengths[row] - 1, 0), CHUNK))
+
+    def vectors(width, sharing):
+        """Of a chunk's tokens and a block's heads or groups, side by side."""
+        return pl.BlockSpec(
+            (None, CHUNK, width),
+            lambda row, block, chunk, layer, read, write, lengths: (
+                row,
+                current(chunk, lengths, row),
+                block // sharing,
+            ),
+        )
+
+    def steps(of):
+        """Of the chunk number of(chunk)."""
+        return pl.BlockSpec(
+            (None, None, None, pairs, LANES),
+            lambda row, block, chunk, layer, read, write, lengths: (row, current(of(chunk), lengths, row), block, 0, 0),
+        )
+
+    by_head = pl.BlockSpec((None, pairs, LANES), lambda row, block, *_: (block, 0, 0))
+    exact = x.dtype == jnp.float32
+    ones, selector = tpu_sums.constants(pairs, 2 * head_dim, exact)
+    whole = [pl.BlockSpec(v.shape, lambda *_: (0, 0)) for v in (ones, selector)]
+
+    def slot(which):
+        return pl.BlockSpec(
+            (None, None, size * head_dim, width),
+            lambda row, block, chunk, layer, *slots: (layer[0], slots[which][row], block, 0),
+        )
+
+    def flat(v):
+        return jnp.pad(v.reshape(batch, tokens, -1), [(0, 0), (0, padded_tokens - tokens), (0, 0)])
+
+    def by_pair(v):
+        """[blocks, pairs, LANES] of a number for each head."""
+        return jnp.repeat(v.astype(jnp.float32), CHUNK).reshape(blocks, pairs, LANES)
+
+    dt = jnp.pad(dt.astype(jnp.float32), [(0, 0), (0, chunks * CHUNK - tokens), (0, 0)])
+    dt = jnp.moveaxis(dt.reshape(batch, chunks, CHUNK, blocks, size), 2, 4).reshape(batch, chunks, blocks, pairs, LANES)
+    states = state.reshape(*state.shape[:2], heads * head_dim, width)
+    out, states = pl.pallas_call(
+        _kernel,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=4,
+            grid=(batch, blocks, chunks),
+            in_specs=[
+                vectors(size * head_dim, 1),
+                steps(lambda _: 0),
+                steps(lambda chunk: chunk + 1),
+                by_head,
+                vectors(of_block * width, sharing),
+                vectors(of_block * width, sharing),
+                by_head,
+                *whole,
+                slot(0),
+            ],
+            out_specs=[vectors(size * head_dim, 1), slot(1)],
+            scratch_shapes=[
+                pltpu.VMEM((pairs, width, 2 * head_dim), jnp.float32),
+                *tpu_sums.scratch(pairs, 2 * head_dim, exact),
+            ],
+        ),
+        out_shape=[
+            jax.ShapeDtypeStruct((batch, padded_tokens, heads * head_dim), jnp.float32),
+            jax.ShapeDtypeStruct(states.shape, states.dtype),
+        ],
+        input_output_aliases={13: 1},
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * x.size * (CHUNK + 2 * width),
+            transcendentals=2 * dt.size * CHUNK,
+            bytes_accessed=2 * batch * heads * head_dim * width * state.dtype.itemsize
+            + sum(v.size * v.dtype.itemsize for v in (x, dt, B, C))
+            + x.size * 4,
+        ),
+        interpret=interpret,
+        name="ssd_prefill",
+    )(
+        jnp.asarray(layer, jnp.int32).reshape(1),
+        *(v.astype(jnp.int32) for v in (read_slots, write_slots, lengths)),
+        flat(x),
+        dt,
+        dt,
+        by_pair(A),
+        flat(B),
+        flat(C),
+        by_pair(D),
+        ones,
+        selector,
+        states,
+    )
+    return out[:, :tokens].reshape(x.shape), states.reshape(state.shape)
+
+
+def _kernel(
+    layer,
+    read_slots,
+    write_slots,
+    lengths,
+    x,
+    first_dt,
+    next_dt,
+    A,
+    B,
+    C,
+    D,
+    ones,
+    selector,
+    state,
+    out,
+    new_state,
+    h,
+    *sums,
+):
+    """Blocks: x, out [CHUNK, heads P]; dt, A, D [pairs, LANES]; B, C [CHUNK, groups N]; states [heads P, N];
+    h [pairs, N, 2 P]."""
+    pairs, lanes = h.shape[0], h.shape[2]
+    chunk = pl.program_id(2)
+    left = lengths[pl.program_id(0)] - chunk * CHUNK
+
+    def sums_of(dt, left):
+        return tpu_sums.compute(dt[...], A[...], left, ones[...], x.dtype == jnp.float32)
+
+    def keep(values):
+        for reference, value in zip(sums, values, strict=True):
+            reference[...] = value
+
+    @pl.when(chunk == 0)
+    def _():
+        for pair in range(pairs):
+            h[pair] = state[pair * lanes : (pair + 1) * lanes].astype(jnp.float32).T
+        keep(sums_of(first_dt, left))
+
+    @pl.when(left > 0)
+    def _():
+        # The next chunk's sums are made while this chunk's products are under way.
+        following = sums_of(next_dt, left - CHUNK)
+        tpu_chunk.chunk(tpu_chunk.Block(x, B, C, D, h, out, left), tpu_sums.Sums(selector[...], *sums))
+        keep(following)
+
+    @pl.when((left <= CHUNK) & ((left > 0) | (chunk == 0)))
+    def _():
+        for pair in range(pairs):
+            new_state[pair * lanes : (pair + 1) * lanes] = h[pair].T.astype(new_state.dtype)
