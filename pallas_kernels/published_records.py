@@ -6,13 +6,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.gated_delta import gated_delta, tpu_decode, tpu_prefill
+from pallas_kernels.gated_delta import gated_delta, tpu_buffered, tpu_decode, tpu_prefill
+from pallas_kernels.gated_delta.buffered import buffered
 from pallas_kernels.gated_delta.records import DeltaRecords
 from pallas_kernels.gated_delta.replay import replay
 from pallas_kernels.gated_delta.verify import verify
 from pallas_kernels.published import DELTA_MODELS, LAYERS, PREFILL_TOKENS, Case, DeltaModel
 
-DRAFT_TOKENS = (4, 8)
+DRAFT_TOKENS, RING_SIZE = 8, 16
 
 
 def _array(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
@@ -48,7 +49,7 @@ def _inputs(model: DeltaModel, batch: int, tokens: int) -> tuple[jax.ShapeDtypeS
     return keys, keys, values, decay, _array(batch, tokens, model.value_heads)
 
 
-def _by_head(state, q, k, v, log_decay, beta):
+def _by_head(state, q, k, v, log_decay, beta) -> tuple[Any, Any, Any, Any, Any]:
     dim = state.shape[-1]
     q, k, v = (x.reshape(*x.shape[:2], -1, dim) for x in (q, k, v))
     return q, k, v, log_decay if log_decay.shape == beta.shape else log_decay.reshape(v.shape), beta
@@ -120,4 +121,29 @@ def gated_delta_checkpoints_case(name: str, batch: int, tokens: int = PREFILL_TO
         batch * tokens, edges * -(-tokens // chunk), edges,
         (2 + checkpoints) * batch * _state_bytes(model) + _bytes(*inputs) + batch * tokens * heads * dim * 4,
         batch * tokens * heads * dim * (2 * chunk + 3 * dim),
+    )  # fmt: skip
+
+
+def gated_delta_buffered_case(name: str, batch: int, ring_size: int = RING_SIZE) -> Case:
+    """One step of buffered decode. The fewest bytes are those of an average step: a ring half full, and one state in
+    `ring_size` written."""
+    model = DELTA_MODELS[name]
+    heads, dim = model.value_heads, model.dim
+    inputs, rows = _inputs(model, batch, 1), _array(batch, dtype=jnp.int32)
+    ring, record = _records(model, LAYERS, batch + 2, ring_size), _bytes(*_records(model, batch))
+
+    def function(*arguments):
+        *inputs, state, k, u, decays, layer, read_slots, write_slots, cursors, lengths = arguments
+        call = (*_by_head(state, *inputs), state, DeltaRecords(k, u, decays), layer)
+        out, state, ring = buffered(*call, read_slots, write_slots, cursors, lengths)
+        return out.reshape(*out.shape[:2], -1), state, *ring.leaves()
+
+    groups = heads // model.key_heads
+    steps = batch * heads // tpu_buffered.heads_per_block(model.key_heads, groups, dim * dim * 4)
+    states = batch * _state_bytes(model)
+    return Case(
+        "gated_delta", name, "buffered", function,
+        (*inputs, _state(model, batch), *ring, _array(dtype=jnp.int32), rows, rows, rows, rows), (5, 6, 7, 8), batch,
+        steps, 0,
+        states + states // ring_size + (ring_size + 1) * record // 2 + _bytes(*inputs) + batch * heads * dim * 4, 0,
     )  # fmt: skip
