@@ -8,13 +8,21 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels.gated_delta import gated_delta
+from pallas_kernels.gated_delta import gpu as gated_delta_gpu
+from pallas_kernels.latent_attention import gpu as latent_gpu
 from pallas_kernels.latent_attention import latent_attention
+from pallas_kernels.paged_attention import gpu as paged_gpu
 from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.selective_scan import gpu as selective_scan_gpu
 from pallas_kernels.selective_scan import selective_scan
+from pallas_kernels.short_conv import gpu as short_conv_gpu
 from pallas_kernels.short_conv import short_conv
+from pallas_kernels.sparse_attention import gpu as sparse_gpu
 from pallas_kernels.sparse_attention import index_top_k, sparse_latent_attention
+from pallas_kernels.ssd import gpu as ssd_gpu
 from pallas_kernels.ssd import ssd
 
 PAGE = 64
@@ -22,6 +30,17 @@ LAYERS = 2
 # Slots that no row uses, and pages that no sequence does.
 SPARE = 2
 
+# Public function, and the GPU kernels alone, which take `interpret` as well.
+OPERATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "gated_delta": (gated_delta, gated_delta_gpu.gated_delta),
+    "ssd": (ssd, ssd_gpu.ssd),
+    "selective_scan": (selective_scan, selective_scan_gpu.selective_scan),
+    "short_conv": (short_conv, short_conv_gpu.short_conv),
+    "paged_attention": (paged_attention, paged_gpu.paged_attention),
+    "latent_attention": (latent_attention, latent_gpu.latent_attention),
+    "sparse_latent_attention": (sparse_latent_attention, sparse_gpu.sparse_latent_attention),
+    "index_top_k": (index_top_k, sparse_gpu.index_top_k),
+}
 Arguments = dict[str, jax.ShapeDtypeStruct]
 
 
@@ -29,17 +48,27 @@ Arguments = dict[str, jax.ShapeDtypeStruct]
 class GpuCase:
     """A call of an operator.
 
-    `arguments` by name, in order. `donated` are the state's. `fewest_bytes` are what any kernel must read and write,
-    `multiply_adds` those of the matrix products that the computation needs.
+    `arguments` by name, in order, and `options` by name. `donated` are the state's. `fewest_bytes` are what any kernel
+    must read and write, `multiply_adds` those of the matrix products that the computation needs.
     """
 
     operator: str
     model: str
-    function: Callable[..., Any]
+    options: dict[str, Any]
     arguments: Arguments
     donated: tuple[str, ...]
     fewest_bytes: int
     multiply_adds: int
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        """The operator with its options."""
+        return functools.partial(OPERATORS[self.operator][0], **self.options)
+
+    @property
+    def interpreted(self) -> Callable[..., Any]:
+        """The GPU kernel with its options, interpreted."""
+        return functools.partial(OPERATORS[self.operator][1], interpret=True, **self.options)
 
     @property
     def rows(self) -> tuple[int, int]:
@@ -74,14 +103,14 @@ def _slots(batch: int) -> Arguments:
 
 
 def _recurrent(
-    operator: str, model: str, function: Any, inputs: Arguments, slot: jax.ShapeDtypeStruct, outs: int, macs
-):
+    operator: str, model: str, inputs: Arguments, slot: jax.ShapeDtypeStruct, outs: int, macs: int
+) -> GpuCase:
     """A case of an operator with one state, that of a slot, and so many bytes of output."""
     batch = next(iter(inputs.values())).shape[0]
     state = _array(LAYERS, batch + SPARE, *slot.shape, dtype=slot.dtype)
     moved = _bytes(*inputs.values()) + 2 * batch * _bytes(slot) + outs
     arguments = {**inputs, "state": state, **_slots(batch)}
-    return GpuCase(operator, model, function, arguments, ("state",), moved, macs)
+    return GpuCase(operator, model, {}, arguments, ("state",), moved, macs)
 
 
 @dataclass(frozen=True)
@@ -105,7 +134,7 @@ def gated_delta_case(model: str, shape: DeltaShape, batch: int, tokens: int, dty
     }  # fmt: skip
     macs = 0 if tokens == 1 else batch * tokens * heads * dim * (2 * 64 + 3 * dim)
     slot = _array(heads, dim, dim, dtype=float32)
-    return _recurrent("gated_delta", model, gated_delta, inputs, slot, 4 * batch * tokens * heads * dim, macs)
+    return _recurrent("gated_delta", model, inputs, slot, 4 * batch * tokens * heads * dim, macs)
 
 
 @dataclass(frozen=True)
@@ -129,7 +158,7 @@ def ssd_case(model: str, shape: SsdShape, batch: int, tokens: int, dtype: Any = 
     scores = shape.groups * shape.state * 32
     macs = 0 if tokens == 1 else batch * tokens * (scores + heads * dim * (32 + 2 * shape.state))
     slot = _array(heads, dim, shape.state, dtype=float32)
-    return _recurrent("ssd", model, ssd, inputs, slot, 4 * batch * tokens * heads * dim, macs)
+    return _recurrent("ssd", model, inputs, slot, 4 * batch * tokens * heads * dim, macs)
 
 
 def selective_scan_case(model: str, channels: int, state: int, batch: int, tokens: int) -> GpuCase:
@@ -140,14 +169,14 @@ def selective_scan_case(model: str, channels: int, state: int, batch: int, token
         "A": _array(state, channels, dtype=float32), "B": shared, "C": shared, "D": _array(channels, dtype=float32),
     }  # fmt: skip
     slot = _array(state, channels, dtype=float32)
-    return _recurrent("selective_scan", model, selective_scan, inputs, slot, 4 * batch * tokens * channels, 0)
+    return _recurrent("selective_scan", model, inputs, slot, 4 * batch * tokens * channels, 0)
 
 
 def short_conv_case(model: str, channels: int, batch: int, tokens: int, taps: int = 4) -> GpuCase:
     """All bfloat16, without bias."""
     inputs = {"x": _array(batch, tokens, channels), "weight": _array(channels, taps)}
     slot = _array(taps - 1, channels)
-    return _recurrent("short_conv", model, short_conv, inputs, slot, 2 * batch * tokens * channels, 0)
+    return _recurrent("short_conv", model, inputs, slot, 2 * batch * tokens * channels, 0)
 
 
 def _paged(batch: int, context: int) -> tuple[int, Arguments]:
@@ -189,14 +218,13 @@ def paged_attention_case(
     pool = _array(LAYERS, pages, PAGE, row, dtype=dtype)
     arguments = {"q": q, "k": new, "v": new, "k_pages": pool, "v_pages": pool, **numbers}
 
-    def call(*arguments: Any) -> Any:
-        sinks = None if not shape.sinks else jnp.linspace(-1.0, 1.0, shape.heads)
-        return paged_attention(*arguments, scale=shape.dim**-0.5, window=shape.window, sinks=sinks)
-
+    options: dict[str, Any] = {"scale": shape.dim**-0.5, "window": shape.window}
+    if shape.sinks:
+        options["sinks"] = np.linspace(-1, 1, shape.heads, dtype=np.float32)
     read = min(context, (shape.window or context) + tokens - 1)
     macs = 2 * batch * shape.heads * shape.dim * seen_keys(tokens, context, shape.window)
     moved = 2 * batch * read * row * q.dtype.itemsize + _bytes(q, q, new, new, new, new)
-    return GpuCase("paged_attention", model, call, arguments, ("k_pages", "v_pages"), moved, macs)
+    return GpuCase("paged_attention", model, options, arguments, ("k_pages", "v_pages"), moved, macs)
 
 
 @dataclass(frozen=True)
@@ -227,7 +255,7 @@ def _latent_inputs(shape: LatentShape, batch: int, tokens: int, pages: int, dtyp
 
 
 def _latent_case(
-    operator: str, model: str, call: Any, shape: LatentShape, inputs: Arguments, rest: Arguments, read: int, seen: int
+    operator: str, model: str, shape: LatentShape, inputs: Arguments, rest: Arguments, read: int, seen: int
 ) -> GpuCase:
     """`read` rows of latents in all; each head sees `seen` keys in all, in the absorbed form."""
     batch, tokens = inputs["latent"].shape[:2]
@@ -236,7 +264,7 @@ def _latent_case(
     moved = _bytes(*(x for name, x in inputs.items() if name != "pages")) + (read * row + out) * size
     absorb = batch * tokens * (shape.nope + shape.value) * shape.rank
     macs = shape.heads * (seen * (row + shape.rank) + absorb)
-    return GpuCase(operator, model, call, {**inputs, **rest}, ("pages",), moved, macs)
+    return GpuCase(operator, model, {"scale": shape.scale}, {**inputs, **rest}, ("pages",), moved, macs)
 
 
 def latent_attention_case(
@@ -244,10 +272,9 @@ def latent_attention_case(
 ) -> GpuCase:
     """The last `tokens` of sequences of `context`, their own included."""
     pages, numbers = _paged(batch, context)
-    call = functools.partial(latent_attention, scale=shape.scale)
     inputs = _latent_inputs(shape, batch, tokens, pages, dtype)
     seen = batch * seen_keys(tokens, context)
-    return _latent_case("latent_attention", model, call, shape, inputs, numbers, batch * context, seen)
+    return _latent_case("latent_attention", model, shape, inputs, numbers, batch * context, seen)
 
 
 def sparse_attention_case(
@@ -257,10 +284,9 @@ def sparse_attention_case(
     pages, numbers = _paged(batch, context)
     inputs = _latent_inputs(shape, batch, tokens, pages, dtype)
     rest = {"chosen": _array(batch, tokens, chosen, dtype=jnp.int32), **numbers}
-    call = functools.partial(sparse_latent_attention, scale=shape.scale)
     read = batch * min(tokens * chosen, context)
     seen = batch * tokens * chosen
-    return _latent_case("sparse_latent_attention", model, call, shape, inputs, rest, read, seen)
+    return _latent_case("sparse_latent_attention", model, shape, inputs, rest, read, seen)
 
 
 def index_case(
@@ -277,7 +303,7 @@ def index_case(
     size = inputs["pages"].dtype.itemsize
     moved = batch * context * dim * size + _bytes(inputs["index_q"]) + 4 * batch * tokens * (heads + top_k)
     macs = batch * heads * dim * seen_keys(tokens, context)
-    return GpuCase("index_top_k", model, functools.partial(index_top_k, top_k=top_k), inputs, ("pages",), moved, macs)
+    return GpuCase("index_top_k", model, {"top_k": top_k}, inputs, ("pages",), moved, macs)
 
 
 DELTA = {"Kimi Linear 48B": DeltaShape(32, 32, 128, True), "Qwen3-Next 80B": DeltaShape(16, 32, 128, False)}
