@@ -7,7 +7,6 @@ layer's experts; this one reads any layer of a stack where it lies.
 """
 
 import functools
-import math
 from typing import Any
 
 import jax
@@ -19,11 +18,14 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels.grouped_matmul.experts import Activation, ExpertBiases
 from pallas_kernels.grouped_matmul.grouping import group_by_expert
 
-# Rows of a tile: the least that fill a packed register, the most that are held beside an expert's weights.
+# Rows of a tile: the least that fill a packed register, and the most.
 MIN_ROWS, MAX_ROWS = 16, 256
+# Of a row, in VMEM: itself and its output, twice each, its sum and what is added to that.
+_BYTES_A_WIDTH = 16
 # Weights of a grid step; there are two such blocks, one computed on and one on its way.
-BLOCK_BYTES = 12 << 20
+BLOCK_BYTES = 16 << 20
 VMEM_BYTES = 56 << 20
+_SPARE_BYTES = 4 << 20
 
 
 def accepts(
@@ -38,18 +40,28 @@ def accepts(
     return None
 
 
-def tile_rows(assignments: int, num_experts: int) -> int:
-    """Rows of a tile: twice an expert's mean share up to a power of two, so that most experts fit into one."""
-    share = -(-2 * assignments // num_experts)
-    return min(MAX_ROWS, max(MIN_ROWS, 1 << (share - 1).bit_length()))
+def tiling(assignments: int, num_experts: int, inner: int, width: int, inner_bytes: int) -> tuple[int, int]:
+    """Rows and inner channels of a grid step. `inner_bytes`: of an expert's weights, for each inner channel.
+
+    A tile has an expert's mean share of rows, up to a power of two; twice that where its weights come in several parts.
+    For a second tile of the same expert costs nothing if its weights are still there, else all of them once more.
+    """
+    rows = block = 0
+    for shares in (1, 2):
+        rows = min(MAX_ROWS, max(MIN_ROWS, 1 << (-(-shares * assignments // num_experts) - 1).bit_length()))
+        rows_bytes = _BYTES_A_WIDTH * rows * width
+        block = inner_block(inner, inner_bytes, min(BLOCK_BYTES, (VMEM_BYTES - _SPARE_BYTES - rows_bytes) // 2))
+        if block == inner:
+            break
+    return rows, block
 
 
-def inner_block(inner: int, row_bytes: int) -> int:
-    """Inner channels of a grid step, `row_bytes` each: all of them, or about equal multiples of 128."""
-    if inner * row_bytes <= BLOCK_BYTES:
+def inner_block(inner: int, inner_bytes: int, most_bytes: int) -> int:
+    """Inner channels of a grid step: all of them, or about equal multiples of 128."""
+    if inner * inner_bytes <= most_bytes:
         return inner
-    most = max(128, BLOCK_BYTES // row_bytes // 128 * 128)
-    return 128 * math.ceil(inner / math.ceil(inner / most) / 128)
+    most = max(128, most_bytes // inner_bytes // 128 * 128)
+    return 128 * pl.cdiv(pl.cdiv(inner, pl.cdiv(inner, most)), 128)
 
 
 def most_tiles(assignments: int, num_experts: int, rows: int) -> int:
@@ -73,8 +85,9 @@ def routed_experts(
 ) -> Float[Array, "N D"]:
     """See `pallas_kernels.grouped_matmul.routed_experts`; `interpret` as of `pallas_call`."""
     matrices = [None if each is None else each if layer is not None else each[None] for each in (gate, up, down)]
-    count = up.shape[-3]
-    rows = tile_rows(expert_ids.size, count)
+    count, inner, width = up.shape[-3:]
+    inner_bytes = (2 if gate is None else 3) * width * up.dtype.itemsize
+    rows, block = tiling(expert_ids.size, count, inner, width, inner_bytes)
     tiles = most_tiles(expert_ids.size, count, rows)
     grouping = group_by_expert(expert_ids, valid, count)
     expert_tiles = -(-grouping.sizes // rows)
@@ -84,15 +97,15 @@ def routed_experts(
     shift = (tile_ends - expert_tiles) * rows - starts
     expert_of_tile = jnp.minimum(jnp.searchsorted(tile_ends, jnp.arange(tiles), side="right"), count - 1)
     source = jnp.arange(tiles * rows) - jnp.repeat(shift[expert_of_tile], rows)
-    filled = source < jnp.repeat((starts + grouping.sizes)[expert_of_tile], rows)
+    # Rows that fill up a tile hold any token; nothing reads what becomes of them.
     tokens = grouping.tokens[jnp.clip(source, 0, expert_ids.size - 1)]
     products = _products(
-        jnp.where(filled[:, None], x[tokens], 0), matrices, biases, expert_of_tile, tile_ends[-1],
-        jnp.asarray(0 if layer is None else layer, jnp.int32), rows, activation, interpret,
+        x[tokens], matrices, biases, expert_of_tile, tile_ends[-1],
+        jnp.asarray(0 if layer is None else layer, jnp.int32), (rows, block), activation, interpret,
     )  # fmt: skip
     here = valid[:, None] & (expert_ids >= 0) & (expert_ids < count)
     places = grouping.places + shift[jnp.clip(expert_ids, 0, count - 1)]
-    chosen = jnp.where(here[..., None], products[jnp.where(here, places, 0)], 0)
+    chosen = jnp.where(here[..., None], products[jnp.where(here, places, 0)], 0).astype(jnp.float32)
     return jnp.einsum("nkd,nk->nd", chosen, jnp.where(here, weights, 0)).astype(x.dtype)
 
 
@@ -103,16 +116,16 @@ def _products(
     expert_of_tile: Int[Array, " tiles"],
     used_tiles: Int[Array, ""],
     layer: Int[Array, ""],
-    tile: int,
+    blocks: tuple[int, int],
     activation: Activation,
     interpret: Any,
 ) -> Float[Array, "M D"]:
-    """Every padded row through its tile's expert, float32; tiles that are not used hold anything."""
+    """Every padded row through its tile's expert, in blocks of rows and inner channels; unused tiles hold anything."""
     gate, up, _ = matrices
     assert up is not None
     inner, width = up.shape[-2:]
     present = [each for each in matrices if each is not None]
-    block = inner_block(inner, len(present) * width * up.dtype.itemsize)
+    tile, block = blocks
     into = pl.BlockSpec((None, None, block, width), lambda t, i, layer, expert: (layer[0], expert[t], i, 0))
     out_of = pl.BlockSpec((None, None, width, block), lambda t, i, layer, expert: (layer[0], expert[t], 0, i))
     row_block = pl.BlockSpec((tile, width), lambda t, *_: (t, 0))
@@ -131,8 +144,9 @@ def _products(
             grid=(used_tiles, pl.cdiv(inner, block)),
             in_specs=specs,
             out_specs=row_block,
+            scratch_shapes=[pltpu.VMEM((tile, width), jnp.float32)],
         ),
-        out_shape=jax.ShapeDtypeStruct(rows.shape, jnp.float32),
+        out_shape=jax.ShapeDtypeStruct(rows.shape, rows.dtype),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary", "arbitrary"), vmem_limit_bytes=VMEM_BYTES
         ),
@@ -140,7 +154,7 @@ def _products(
             flops=2 * len(present) * rows.shape[0] * inner * width,
             transcendentals=rows.shape[0] * inner,
             bytes_accessed=min(len(expert_of_tile), up.shape[-3]) * len(present) * inner * width * up.dtype.itemsize
-            + rows.size * (rows.dtype.itemsize + 4),
+            + 2 * rows.size * rows.dtype.itemsize,
         ),
         interpret=interpret,
         name="routed_experts",
@@ -148,9 +162,9 @@ def _products(
 
 
 def _kernel(inner, gated, activation, layer, expert_of_tile, rows, *refs):
-    """Blocks: rows, out [M, D]; gate, up [I', D]; down [D, I']; biases [1, I'] and [1, D]."""
+    """Blocks: rows, out, total [M, D]; gate, up [I', D]; down [D, I']; biases [1, I'] and [1, D]."""
     number = 2 + gated
-    (*into, down), biases, out = refs[:number], refs[number:-1], refs[-1]
+    (*into, down), biases, (out, total) = refs[:number], refs[number:-2], refs[-2:]
     part, block = pl.program_id(1), down.shape[1]
     x = rows[...]
     products = [_product(x, matrix[...]) for matrix in into]
@@ -164,11 +178,15 @@ def _kernel(inner, gated, activation, layer, expert_of_tile, rows, *refs):
 
     @pl.when(part == 0)
     def _():
-        out[...] = added + biases[-1][...] if biases else added
+        total[...] = added + biases[-1][...] if biases else added
 
     @pl.when(part > 0)
     def _():
-        out[...] += added
+        total[...] += added
+
+    @pl.when(part == pl.num_programs(1) - 1)
+    def _():
+        out[...] = total[...].astype(out.dtype)
 
 
 def _product(a: Float[Array, "m k"], b: Float[Array, "n k"]) -> Float[Array, "m n"]:
