@@ -1,5 +1,6 @@
 """Trace files found and split into JSON records, each with the place it came from."""
 
+import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -62,6 +63,17 @@ def find_files(paths: Sequence[str | Path]) -> list[Path]:
     if not files:
         raise TraceError(f"no trace files ({', '.join(SUFFIXES)}) under {', '.join(map(str, paths))}")
     return list(dict.fromkeys(files))
+
+
+def content_fingerprint(files: Iterable[Path]) -> str:
+    """SHA-256 over the files' contents, in order. Raises TraceError for one that cannot be read."""
+    digest = hashlib.sha256()
+    for file in files:
+        try:
+            digest.update(hashlib.sha256(file.read_bytes()).digest())
+        except OSError as error:
+            raise TraceError(f"{file}: cannot be read: {error.strerror}") from error
+    return digest.hexdigest()
 
 
 def read_records(file: Path) -> Iterator[Record | TraceError]:

@@ -17,6 +17,7 @@ from rich.console import Console
 from jaxhybrid.chat import ChatTokenizer
 from jaxhybrid.errors import JaxHybridError, TraceError
 from jaxhybrid.traces import units
+from jaxhybrid.traces.files import content_fingerprint, find_files
 from jaxhybrid.traces.pipeline import Shard, read_traces, tokenise_traces
 from jaxhybrid.traces.progress import Progress
 from jaxhybrid.traces.record import RunHeader, RunLog, RunRecord, make_folder
@@ -69,7 +70,10 @@ class ReplayJob:
         return self.traces or (str(demo_folder() / "traces"),)
 
     def header(self, weights: str | None = None) -> RunHeader:
-        """What must be the same for a run to be resumed. `weights`: fingerprint of the model's, if it is loaded."""
+        """What must be the same for a run to be resumed.
+
+        `weights`: fingerprint of the model's, if it is loaded; the traces' contents then get one too.
+        """
         chosen = {
             field.name: str(getattr(self, field.name))
             for field in fields(self)
@@ -79,6 +83,7 @@ class ReplayJob:
             chosen["switches"] = json.dumps(self.template_switches, sort_keys=True)
         if weights:
             chosen["weights"] = weights[:16]
+            chosen["contents"] = content_fingerprint(find_files(self.trace_paths))[:16]
         return RunHeader(
             model=self.model or DEMO_MODEL,
             mode="simulate" if self.simulate else self.mode,
@@ -144,6 +149,8 @@ def run_job(job: ReplayJob) -> int:
     if record.interrupted:
         return INTERRUPTED
     done = record.policies[0].calls if job.simulate else len(record.calls)
+    if not done and not record.errors:
+        console.print(f"no calls: none of the trajectories is in shard {job.shard}", soft_wrap=True)
     return 1 if record.errors and not done else 0
 
 

@@ -235,6 +235,12 @@ def test_a_run_that_was_stopped_resumes_and_no_other(
         error = capsys.readouterr().err
         assert "can't resume another run: expected" in error
         assert next(iter(changes)) in error
+    traces = [Path(path) for path in base.traces]
+    before = [path.read_text() for path in traces]
+    traces[0].write_text(before[0] + "\n")
+    assert run_job(replace(base, out=str(out), resume=True, mode="score")) == 1
+    assert "contents" in capsys.readouterr().err
+    traces[0].write_text(before[0])
     assert (out / "report.json").read_bytes() == report
     log = (out / "run.jsonl").read_text()
     assert log.count('"type":"call"') == 7
@@ -244,6 +250,11 @@ def test_a_run_that_was_stopped_resumes_and_no_other(
     assert resumed.options == whole.options
     assert resumed.counters["calls"] <= len(PAIRS)
     assert capsys.readouterr().out.count(f"{len(PAIRS)}/{len(PAIRS)} calls") == 1
+
+
+def test_a_shard_without_trajectories_says_so(base: ReplayJob, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run(base, tmp_path, simulate=True, shard="9/10")
+    assert "none of the trajectories is in shard 9/10" in capsys.readouterr().out
 
 
 def start(base: ReplayJob, traces: Path, out: Path) -> subprocess.Popen[str]:
