@@ -4,12 +4,13 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.partition import Axes
 from pallas_kernels.registry import Implementation, Operator, choose
-from pallas_kernels.selective_scan import gpu, reference, xla
+from pallas_kernels.selective_scan import gpu, reference, tpu, xla
 
 OPERATOR = Operator(
     "selective_scan",
     (
         Implementation("pallas", gpu.selective_scan, platforms=("gpu",), accepts=gpu.accepts),
+        Implementation("pallas", tpu.selective_scan, ("tpu",), tpu.accepts),
         Implementation("xla", xla.selective_scan),
         Implementation("reference", reference.selective_scan, automatic=False),
     ),

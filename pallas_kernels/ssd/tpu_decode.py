@@ -130,7 +130,7 @@ def _kernel(layer, read_slots, write_slots, update, decay, B, C, state, out, new
     for tile in range(tiles):
         rows, group = slice(tile * TILE, (tile + 1) * TILE), slice(tile * groups // tiles, tile * groups // tiles + 1)
         # From the state before the update: this need not wait for the products.
-        seen = _along_lanes((state[rows].astype(jnp.float32) * read[group]).sum(axis=1, keepdims=True))
+        seen = along_lanes((state[rows].astype(jnp.float32) * read[group]).sum(axis=1, keepdims=True))
         out[tile : tile + 1] = decays(tile, 1) * seen + overlaps[group] * update[tile : tile + 1]
 
 
@@ -152,7 +152,7 @@ class _OuterProducts:
         return jnp.dot(column, weights, preferred_element_type=jnp.float32)
 
 
-def _along_lanes(column: Float[Array, "TILE 1"]) -> Float[Array, "1 TILE"]:
+def along_lanes(column: Float[Array, "TILE 1"]) -> Float[Array, "1 TILE"]:
     row, lane = (jax.lax.broadcasted_iota(jnp.int32, (TILE, TILE), axis) for axis in (0, 1))
     return jnp.where(row == lane, column, 0).sum(axis=0, keepdims=True)
 

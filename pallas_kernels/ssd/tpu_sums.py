@@ -98,8 +98,8 @@ def compute(
     quarters = jnp.round(log_decay * _PARTS_OF_ONE) / _PARTS_OF_ONE
     split = [*_bfloat16_parts(quarters, 2), *_bfloat16_parts(log_decay - quarters, 3)]
     summed = jnp.dot(jnp.concatenate(split).astype(jnp.bfloat16), ones, preferred_element_type=jnp.float32)
-    summed = [summed[i * len(dt) : (i + 1) * len(dt)] for i in range(len(split))]
-    quarters, rest = summed[0] + summed[1], summed[2] + summed[3] + summed[4]
+    parts_summed = jnp.split(summed, len(split))
+    quarters, rest = parts_summed[0] + parts_summed[1], parts_summed[2] + parts_summed[3] + parts_summed[4]
     upto, upto_rest = quarters[:, :LANES], rest[:, :LANES]
     behind = (quarters[:, LANES : 2 * LANES] - upto) + (rest[:, LANES : 2 * LANES] - upto_rest)
     total = jnp.exp2(quarters[:, 2 * LANES :] + rest[:, 2 * LANES :])

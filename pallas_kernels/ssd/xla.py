@@ -10,6 +10,7 @@ Decays are never quotients (`pallas_kernels.decay`): strong ones underflow to ze
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import slots
 from pallas_kernels.decay import segment_decays
+from pallas_kernels.ssd.xla_fold import fold
 
 # Tokens in a chunk. On an AVX-512 core, for 64 heads of 64 with 8 groups of 128: 16 takes 15 % less time, but doubles
 # the steps of the scan; 64 takes 20 % more.
@@ -37,13 +39,24 @@ def ssd(
     read_slots: Int[Array, " B"],
     write_slots: Int[Array, " B"],
     lengths: Int[Array, " B"],
+    *,
+    checkpoint_lengths: Int[Array, "B M"] | None = None,
+    checkpoint_slots: Int[Array, "B M"] | None = None,
 ) -> tuple[Float[Array, "B T H P"], Float[Array, "L S H P N"]]:
     """Arguments and result as in `pallas_kernels.ssd.ssd`."""
     A, D = A.astype(jnp.float32), D.astype(jnp.float32)
     valid = jnp.arange(x.shape[1]) < lengths[:, None]
     h = slots.read(state, layer, read_slots).astype(jnp.float32)
+    if checkpoint_lengths is not None and checkpoint_slots is not None:
+        # A checkpoint that is none keeps what the null slot holds.
+        kept = slots.read(state, layer, checkpoint_slots.reshape(-1)).astype(jnp.float32)
+        kept = kept.reshape(*checkpoint_slots.shape, *kept.shape[1:])
+        y, h, kept = chunks(h, A, D, x, dt, B, C, valid, checkpoints=(checkpoint_lengths, kept))
+        state = slots.write(state, layer, write_slots, lambda row: h[row])
+        kept = kept.reshape(-1, *h.shape[1:])
+        return y, slots.write(state, layer, checkpoint_slots.reshape(-1), lambda row: kept[row])
     if x.shape[1] > 1:
-        y, h = _chunks(h, A, D, x, dt, B, C, valid)
+        y, h, _ = chunks(h, A, D, x, dt, B, C, valid)
         return y, slots.write(state, layer, write_slots, lambda row: h[row])
     heads, groups = x.shape[2], B.shape[2]
     x, dt, B, C = _mask(valid[:, 0], x[:, 0], dt[:, 0], B[:, 0], C[:, 0])
@@ -62,9 +75,15 @@ def _mask(valid: Bool[Array, "*rows"], *inputs: Float[Array, "..."]) -> list[Flo
     return [jnp.where(jnp.expand_dims(valid, range(valid.ndim, v.ndim)), v, 0).astype(jnp.float32) for v in inputs]
 
 
-def _chunks(
-    h: Float[Array, "B H P N"], A: Float[Array, " H"], D: Float[Array, " H"], *inputs: Array
-) -> tuple[Float[Array, "B T H P"], Float[Array, "B H P N"]]:
+def chunks(
+    h: Float[Array, "B H P N"],
+    A: Float[Array, " H"],
+    D: Float[Array, " H"],
+    *inputs: Array,
+    checkpoints: tuple[Int[Array, "B M"], Float[Array, "B M H P N"]] | None = None,
+) -> tuple[Float[Array, "B T H P"], Float[Array, "B H P N"], Any]:
+    """Outputs, states after all tokens, and `checkpoints[1]` with the states after `checkpoints[0]` tokens put in
+    wherever that is more than 0. `inputs`: x, dt, B, C and which tokens are valid."""
     batch, tokens = inputs[0].shape[:2]
     size = min(CHUNK, tokens)
     count = -(-tokens // size)
@@ -73,8 +92,28 @@ def _chunks(
         v = jnp.pad(v, [(0, 0), (0, count * size - tokens), *[(0, 0)] * (v.ndim - 2)])
         return v.reshape(batch, count, size, *v.shape[2:]).swapaxes(0, 1)
 
-    h, y = jax.lax.scan(functools.partial(_chunk, A, D), h, tuple(map(split, inputs)))
-    return y.swapaxes(0, 1).reshape(batch, count * size, *y.shape[3:])[:, :tokens], h
+    def step(carry, inputs):
+        h, kept, start = carry
+        if checkpoints is not None:
+            kept = _keep(checkpoints[0] - start, A, h, kept, *inputs)
+        h, y = _chunk(A, D, h, inputs)
+        return (h, kept, start + size), y
+
+    carry = h, None if checkpoints is None else checkpoints[1], 0
+    (h, kept, _), y = jax.lax.scan(step, carry, tuple(map(split, inputs)))
+    return y.swapaxes(0, 1).reshape(batch, count * size, *y.shape[3:])[:, :tokens], h, kept
+
+
+def _keep(counts: Int[Array, "B M"], A, h, kept, x, dt, B, *_: Array) -> Float[Array, "B M H P N"]:
+    """`kept` with the states after counts of a chunk's tokens, where that lies within it: folds of their records."""
+    inside = (counts > 0) & (counts <= x.shape[1])
+
+    def folded(kept):
+        dt_x = dt[..., None].astype(jnp.float32) * x.astype(jnp.float32)
+        states = jax.vmap(fold, in_axes=(None, None, None, None, 1), out_axes=1)(h, B, dt_x, dt * A, counts)
+        return jnp.where(inside[..., None, None, None], states, kept)
+
+    return jax.lax.cond(inside.any(), folded, lambda kept: kept, kept)
 
 
 def _chunk(

@@ -1,0 +1,29 @@
+"""Update records of Mamba-2 folded into states, for any XLA backend: d(n) h + sum_i d(i, n) (dt x)_i B_i^T.
+
+A decay between tokens is the exponential of a sum over just the tokens between, so nothing overflows or cancels.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+
+def fold(
+    h: Float[Array, "B H P N"],
+    B: Float[Array, "B T G N"],
+    dt_x: Float[Array, "B T H P"],
+    log_decay: Float[Array, "B T H"],
+    counts: Int[Array, " B"],
+) -> Float[Array, "B H P N"]:
+    """The states after the first counts[b] records of each row."""
+    B, dt_x, log_decay = masked(counts, B, dt_x, log_decay)
+    later = jax.lax.cumsum(jnp.pad(log_decay[:, 1:], [(0, 0), (0, 1), (0, 0)]), axis=1, reverse=True)
+    by_group = (dt_x * jnp.exp(later)[..., None]).reshape(*dt_x.shape[:2], B.shape[2], -1, dt_x.shape[3])
+    added = jnp.einsum("btgrp,btgn->bgrpn", by_group, B, precision=jax.lax.Precision.HIGHEST)
+    return jnp.exp(later[:, 0] + log_decay[:, 0])[..., None, None] * h + added.reshape(h.shape)
+
+
+def masked(counts: Int[Array, " B"], *arrays: Float[Array, "B T ..."]) -> list[Float[Array, "B T ..."]]:
+    """In float32, with 0 in place of all but the first counts[b] tokens."""
+    valid = jnp.arange(arrays[0].shape[1]) < counts[:, None]
+    return [jnp.where(jnp.expand_dims(valid, range(2, v.ndim)), v, 0).astype(jnp.float32) for v in arrays]
