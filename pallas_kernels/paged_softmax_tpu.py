@@ -76,8 +76,8 @@ def block_pages(page: int, row_bytes: int, table_width: int, block_bytes: int, m
 
 def attend(
     q: Float[Array, "B N G R d"],
-    k_pages: Float[Array, "L P page G*d"],
-    v_pages: Float[Array, "L P page G*dv"] | None,
+    k_pages: Float[Array, "L P page G*c*d"],
+    v_pages: Float[Array, "L P page G*c*dv"] | None,
     layer: int | Int[Array, ""],
     page_table: Int[Array, "B W"],
     starts: Int[Array, "B"],
@@ -86,6 +86,7 @@ def attend(
     rule: Rules,
     *,
     value_dim: int,
+    together: int = 1,
     sinks: Float[Array, "G R"] | None = None,
     name: str,
     interpret: Any = False,
@@ -94,9 +95,10 @@ def attend(
 
     Args:
       q: N blocks of `plan.tokens` query tokens, of which the last may be padding; G groups of heads; row r of a group
-        is token r % plan.tokens of some head. Finite throughout.
-      k_pages, v_pages: a group's keys and values lie side by side in a row; without `v_pages`, and with one group,
-        values are the first `value_dim` lanes of keys.
+        is token r % plan.tokens of some head. Padding may be NaN: no row leaks into another.
+      k_pages, v_pages: a row has the keys or values of c = `together` key heads of each group, side by side; the first
+        R / c rows of a group use the first of them, and so on. Without `v_pages`, and with one group, values are the
+        first `value_dim` lanes of keys.
       sinks: a logit per row that joins its denominator.
     """
     batch, blocks, groups, rows, dim = q.shape
@@ -105,7 +107,9 @@ def attend(
     # Rows are shared out between two cores, where a chip has two. Each core fetches ahead for itself.
     steps = batch * parts * blocks
     cores = 2 if steps % 2 == 0 else 1
-    layout = _Layout(steps // cores, parts, blocks, plan, rule, page, keys, width, dim, value_dim)
+    layout = _Layout(
+        steps // cores, parts, blocks, plan, rule, page, keys, width, together, together * dim, together * value_dim
+    )
 
     def place(core, step, *_):
         row, part, block = layout.place(core * layout.steps + step)
@@ -118,8 +122,11 @@ def attend(
         operands.append(jnp.broadcast_to(sinks.astype(jnp.float32)[..., None] / unit, (groups, rows, LANES)))
         specs.append(pl.BlockSpec((plan.groups, rows, LANES), lambda *place_of: (place(*place_of)[2], 0, 0)))
     pages = [k_pages] if v_pages is None else [k_pages, v_pages]
-    widths = [plan.groups * dim] if v_pages is None else [plan.groups * dim, plan.groups * value_dim]
-    reach = batch * blocks * width * page
+    widths = [plan.groups * each for each in (layout.dim, layout.value_dim)][: len(pages)]
+    most = width * page
+    if rule.window is not None:
+        most = min(most, pl.cdiv(rule.window + plan.tokens - 1, page) * page)
+    reach = batch * blocks * most
     return pl.pallas_call(
         lambda *refs: _kernel(layout, sinks is not None, len(pages), *refs),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -131,7 +138,8 @@ def attend(
                 *(pltpu.VMEM((2, keys, each), k_pages.dtype) for each in widths),
                 pltpu.VMEM((plan.groups, rows, LANES), jnp.float32),
                 pltpu.VMEM((plan.groups, rows, LANES), jnp.float32),
-                pltpu.VMEM((plan.groups, rows, value_dim), jnp.float32),
+                pltpu.VMEM((plan.groups, rows, layout.value_dim), jnp.float32),
+                *([pltpu.VMEM((plan.groups, rows, layout.dim), q.dtype)] if together > 1 else []),
                 pltpu.SMEM((1,), jnp.int32),
                 pltpu.SemaphoreType.DMA((len(pages), 2)),
             ],
@@ -143,11 +151,11 @@ def attend(
             # They would be several bundles for every page.
             disable_bounds_checks=True,
         ),
-        # Of full tables: how many pages a call reads is known only when it runs.
+        # Of full tables or windows: how many pages a call reads is known only when it runs.
         cost_estimate=pl.CostEstimate(
-            flops=2 * reach * groups * rows * (dim + value_dim),
+            flops=2 * reach * groups * rows * (layout.dim + layout.value_dim),
             transcendentals=reach * groups * rows,
-            bytes_accessed=sum(reach * parts * each * k_pages.dtype.itemsize for each in widths)
+            bytes_accessed=sum(reach * parts * pl.cdiv(each, LANES) * LANES * k_pages.dtype.itemsize for each in widths)
             + q.size * q.dtype.itemsize * (dim + value_dim) // dim,
         ),
         interpret=interpret,
@@ -173,6 +181,7 @@ class _Layout:
     page: int
     keys: int
     table_width: int
+    together: int
     dim: int
     value_dim: int
 
@@ -270,10 +279,10 @@ class _Fetch:
 
 def _kernel(layout: _Layout, with_sinks: bool, arrays: int, layer, table, starts, lengths, q, *refs):
     """Blocks: q, out [g, R, d]; sinks, highest, total [g, R, 128], of which total has lanes still to be added up;
-    sums [g, R, dv]; buffers [2, S, g d]."""
+    sums [g, R, c dv]; wide [g, R, c d]; buffers [2, S, g c d]."""
     sinks, refs = (refs[0], refs[1:]) if with_sinks else (None, refs)
     pages, out, buffers = refs[:arrays], refs[arrays], refs[arrays + 1 : 2 * arrays + 1]
-    highest, total, sums, kept_slot, semaphores = refs[2 * arrays + 1 :]
+    highest, total, sums, *wide, kept_slot, semaphores = refs[2 * arrays + 1 :]
     step = pl.program_id(1)
     number = pl.program_id(0) * layout.steps + step
     fetch = _Fetch(layout, layer[0], table, pages, buffers, semaphores)
@@ -292,6 +301,9 @@ def _kernel(layout: _Layout, with_sinks: bool, arrays: int, layer, table, starts
         highest[...] = sinks[...]
         total[...] = (jax.lax.broadcasted_iota(jnp.int32, total.shape, 2) == 0).astype(jnp.float32)
     sums[...] = jnp.zeros_like(sums)
+    if wide:
+        _widen(layout.together, q, wide[0])
+        q = wide[0]
 
     def block(index, slot):
         last = index + 1 == span.count
@@ -327,7 +339,31 @@ def _kernel(layout: _Layout, with_sinks: bool, arrays: int, layer, table, starts
     for group in range(out.shape[0]):
         denominator = total[group].sum(axis=1, keepdims=True)
         # No key at all: 0 / 1.
-        out[group] = (sums[group] / jnp.where(denominator > 0, denominator, 1)).astype(out.dtype)
+        mean = sums[group] / jnp.where(denominator > 0, denominator, 1)
+        out[group] = _own_lanes(layout.together, mean).astype(out.dtype)
+
+
+def _own(together: int, rows: int, width: int):
+    """Whether a lane belongs to the head of its row."""
+    row, lane = (jax.lax.broadcasted_iota(jnp.int32, (rows, width), axis) for axis in (0, 1))
+    heads = [(row >= n * rows // together) == (lane >= n * width // together) for n in range(1, together)]
+    return functools.reduce(jnp.logical_and, heads)
+
+
+def _widen(together: int, q, wide) -> None:
+    """Queries with zeros at the lanes of the other heads of their group."""
+    for group in range(q.shape[0]):
+        copies = jnp.concatenate([q[group].astype(jnp.float32)] * together, axis=1)
+        wide[group] = jnp.where(_own(together, *copies.shape), copies, 0).astype(wide.dtype)
+
+
+def _own_lanes(together: int, x: Float[Array, "R c*dv"]) -> Float[Array, "R dv"]:
+    """Of each row the lanes of its head."""
+    if together == 1:
+        return x
+    width = x.shape[1] // together
+    x = jnp.where(_own(together, *x.shape), x, 0)
+    return sum((x[:, n * width : (n + 1) * width] for n in range(1, together)), x[:, :width])
 
 
 def _clear_after(buffer, slot, left) -> None:

@@ -4,7 +4,6 @@ Arguments are laid out as layers have them, the heads of a token side by side, s
 is what it makes of a model.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,38 +11,10 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.gated_delta import gated_delta, tpu_decode, tpu_prefill
+from pallas_kernels.published_attention import attention_cases
+from pallas_kernels.published_case import DECODE_BATCHES, LAYERS, PREFILL_TOKENS, Case
 from pallas_kernels.short_conv import short_conv
 from pallas_kernels.short_conv import tpu as short_conv_tpu
-
-LAYERS = 2
-
-
-@dataclass(frozen=True)
-class Case:
-    """A call of an operator.
-
-    `donate` is the number of the state argument, or those of several, or of none. `steps` are the kernel's grid
-    steps, `edges` how often its first and
-    last steps of a row come up, `fewest_bytes` what any kernel must read and write, `multiply_adds` those of the
-    matrix products that the computation needs.
-    """
-
-    operator: str
-    model: str
-    form: str
-    function: Callable[..., Any]
-    arguments: tuple[jax.ShapeDtypeStruct, ...]
-    donate: int | tuple[int, ...]
-    tokens: int
-    steps: int
-    edges: int
-    fewest_bytes: int
-    multiply_adds: int
-
-    @property
-    def donated(self) -> tuple[int, ...]:
-        """Numbers of the arguments that are donated."""
-        return (self.donate,) if isinstance(self.donate, int) else self.donate
 
 
 @dataclass(frozen=True)
@@ -63,8 +34,6 @@ DELTA_MODELS = {
     "Qwen3.5, 16 value heads": DeltaModel(16, 16, False),
     "Qwen3.5, 64 value heads": DeltaModel(16, 64, False),
 }
-DECODE_BATCHES = (1, 64, 256)
-PREFILL_TOKENS = 2048
 
 
 def gated_delta_case(name: str, batch: int, tokens: int, dtype: Any = jnp.bfloat16) -> Case:
@@ -135,4 +104,4 @@ def tpu_cases() -> list[Case]:
     forms = [(batch, 1) for batch in DECODE_BATCHES] + [(1, PREFILL_TOKENS)]
     cases = [gated_delta_case(name, *form) for name in DELTA_MODELS for form in forms]
     convolutions = [("Kimi Linear 48B", *form) for form in forms] + [("Qwen3-Next 80B", *form) for form in forms]
-    return cases + [short_conv_case(*case) for case in convolutions]
+    return cases + [short_conv_case(*case) for case in convolutions] + attention_cases()

@@ -29,15 +29,19 @@ def row(part: aot.Part, case: published.Case, folder: Path) -> list[str]:
     compiled = aot.compile_for(part, case.function, *case.arguments, donate=case.donated)
     schedule = tpu_schedule.take(folder, case.operator)
     moved = aot.hbm_bytes(compiled)
-    bundles = case.steps * schedule.step + case.edges * schedule.edge
+    step, loop = schedule.step, 0
+    if case.trips and schedule.loop:
+        step, loop = step - schedule.loop.bundles, schedule.loop.issued(case.trips)
+    bundles = case.steps * step + loop + case.edges * schedule.edge
     cores = min(info.num_cores, case.edges or case.steps)
     issue = bundles / cores / clock(info)
     memory = moved / (info.mem_bw_bytes_per_second * info.num_cores)
     matrix = 2 * case.multiply_adds / (info.bf16_ops_per_second * info.num_cores)
     batch = case.arguments[0].shape[0]
     units = (f"{schedule.units[name]:.0%}" for name in ("MXU", "VALU", "VLOAD", "VSTORE"))
+    a_step = (case.steps * step + loop) // case.steps
     return [
-        f"{case.operator} {case.form}", case.model, f"{batch} x {case.tokens // batch}", f"{schedule.step:,}",
+        f"{case.operator} {case.form}", case.model, f"{batch} x {case.tokens // batch}", f"{a_step:,}",
         f"{case.steps:,}", f"{bundles / case.tokens:,.0f}", *units, f"{schedule.spills:,}",
         f"{moved / case.fewest_bytes:.3f}", *(f"{1e6 * time:,.1f}" for time in (issue, memory, matrix)),
     ]  # fmt: skip

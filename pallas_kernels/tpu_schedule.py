@@ -20,17 +20,33 @@ _BLOCK = 100
 
 
 @dataclass(frozen=True)
+class Loop:
+    """The longest loop within a grid step. `bundles`: of its code; `bodies`: of those conditional blocks in it that use
+    the matrix unit, of which a trip takes one, the shortest first."""
+
+    bundles: int
+    bodies: tuple[int, ...]
+
+    def issued(self, trips: tuple[int, ...]) -> int:
+        """Bundles of so many trips with each body; of so many in all where there is no choice."""
+        bodies = self.bodies if len(self.bodies) > 1 else (sum(self.bodies),)
+        taken = sum(count * body for count, body in zip(trips, bodies, strict=True))
+        return sum(trips) * (self.bundles - sum(self.bodies)) + taken
+
+
+@dataclass(frozen=True)
 class Schedule:
     """Of one kernel. `step`: bundles of a grid step; `edge`: bundles that only a row's first or last step issues.
 
-    `units`: for each unit, the share of its slots used over the step's own code. `spills`: vector registers stored
-    there for want of room.
+    `loop` is a part of the step. `units`: for each unit, the share of its slots used over the step's own code, or the
+    loop's. `spills`: vector registers stored there for want of room.
     """
 
     step: int
     edge: int
     units: dict[str, float]
     spills: int
+    loop: Loop | None = None
 
 
 def dump_to(folder: Path) -> None:
@@ -57,20 +73,32 @@ def take(folder: Path, kernel: str) -> Schedule:
 
 def read(bundles: str, utilization: str) -> Schedule:
     """From the text of the two dumps: the final bundles, and each bundle's use of units."""
-    count, blocks = _conditional_blocks(bundles)
-    main = max(blocks, key=len, default=range(count))
-    edge = sum(len(block) for block in blocks if block is not main)
+    count, skipped, repeated = _jumps(bundles)
     head, _, rows = utilization.partition("== UTILIZATION:")
     names, capacities = head.strip().splitlines()[1:3]
-    used = np.array([[int(n) for n in row.split()] for row in rows.strip().splitlines()])[main.start : main.stop]
     units = [name.strip() for name in names.split(",")]
+    used = np.array([[int(n) for n in row.split()] for row in rows.strip().splitlines()])
+    loop = max(repeated, key=len, default=None)
+    if loop is None:
+        blocks = _outermost(skipped)
+        main = max(blocks, key=len, default=range(count))
+        edge = sum(len(block) for block in blocks if block is not main)
+    else:
+        # Blocks around the loop are the step's, and those in it the loop's.
+        apart = [span for span in skipped if span.stop <= loop.start or span.start >= loop.stop]
+        main, edge = loop, sum(map(len, _outermost(apart)))
+    inside = _outermost([span for span in skipped if loop and loop.start < span.start and span.stop <= loop.stop])
+    bodies = sorted(len(span) for span in inside if used[span.start : span.stop, units.index("MXU")].any())
+    used = used[main.start : main.stop]
     shares = used.sum(0) / (np.array(capacities.split(), int) * len(used))
     spills = int(used[:, units.index("VSTORE:SPILL")].sum())
-    return Schedule(count - edge, edge, dict(zip(units, shares.tolist(), strict=True)), spills)
+    shares_of = dict(zip(units, shares.tolist(), strict=True))
+    return Schedule(count - edge, edge, shares_of, spills, None if loop is None else Loop(len(loop), tuple(bodies)))
 
 
-def _conditional_blocks(bundles: str) -> tuple[int, list[range]]:
-    """How many bundles there are, and the longest stretches that a forward jump may skip, outermost ones only."""
+def _jumps(bundles: str) -> tuple[int, list[range], list[range]]:
+    """How many bundles there are; the long stretches of a grid step's code that a forward jump may skip, and those
+    that a backward jump repeats; the longest first."""
     starts: dict[int, int] = {}
     jumps: list[tuple[int, int]] = []
     count = 0
@@ -78,12 +106,19 @@ def _conditional_blocks(bundles: str) -> tuple[int, list[range]]:
         count = address + 1
         starts |= {int(region): address for region in _REGION_START.findall(line)}
         jumps += [(address, int(region)) for region in _JUMP.findall(line)]
-    # The first and widest is the whole body, which the pipeline skips at its last, empty step.
-    spans = sorted((range(a, starts[r]) for a, r in jumps if starts.get(r, a) - a >= _BLOCK), key=len, reverse=True)
-    if len(spans) > 1:
-        body, *spans = spans
-        spans = [span for span in spans if body.start <= span.start and span.stop <= body.stop]
-    return count, [
+    known = [(address, starts[region]) for address, region in jumps if region in starts]
+    skipped = sorted((range(a, start) for a, start in known if start - a >= _BLOCK), key=len, reverse=True)
+    repeated = sorted((range(start, a + 1) for a, start in known if a - start >= _BLOCK), key=len, reverse=True)
+    # The first and widest is the whole body, which the pipeline skips at its last, empty step, and repeats.
+    if len(skipped) > 1:
+        body, *skipped = skipped
+        skipped = [span for span in skipped if body.start <= span.start and span.stop <= body.stop]
+    return count, skipped, repeated[1:]
+
+
+def _outermost(spans: list[range]) -> list[range]:
+    """Those of the spans, the longest first, that lie in no other."""
+    return [
         span for i, span in enumerate(spans)
         if not any(outer.start <= span.start and span.stop <= outer.stop for outer in spans[:i])
     ]  # fmt: skip

@@ -12,7 +12,7 @@ from pallas_kernels import paging
 
 # Rows of a step's matrix of queries: heads x tokens.
 _ROWS = 1024
-_BLOCK_BYTES, _BLOCK_TOKENS = 1 << 20, 1024
+_BLOCK_BYTES, _BLOCK_TOKENS = 2 << 20, 2048
 
 
 def accepts(

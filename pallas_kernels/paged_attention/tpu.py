@@ -16,7 +16,7 @@ from pallas_kernels import paging
 # Rows of a group's matrix of queries, and of all groups' where one step takes them all.
 _ROWS, _FEW_ROWS = 1024, 512
 # Keys and values of a block in a step of few rows, whose time is that of memory; and most positions of any block.
-_BLOCK_BYTES, _BLOCK_TOKENS = 1 << 20, 1024
+_BLOCK_BYTES, _BLOCK_TOKENS = 2 << 20, 2048
 
 
 def accepts(
@@ -77,9 +77,8 @@ def paged_attention(
     page, width = k_pages.shape[2], page_table.shape[1]
     cut = plan(tokens, heads, kv_heads, dim, value_dim, k_pages.dtype.itemsize, page, width, window)
     together = heads_together(kv_heads, dim, value_dim)
-    queries = paging.zero_padding(q, lengths).astype(k_pages.dtype)
     out = softmax.attend(
-        _grouped(queries, kv_heads, together, cut.tokens),
+        _grouped(q.astype(k_pages.dtype), kv_heads // together, cut.tokens),
         k_pages,
         v_pages,
         layer,
@@ -88,30 +87,27 @@ def paged_attention(
         lengths,
         cut,
         softmax.rules(scale, window, soft_cap),
-        value_dim=together * value_dim,
+        value_dim=value_dim,
+        together=together,
         sinks=None if sinks is None else jnp.repeat(sinks.reshape(kv_heads // together, -1), cut.tokens, axis=1),
         name="paged_attention_decode" if tokens == 1 else "paged_attention_prefill",
         interpret=interpret,
     )
-    out = _ungrouped(out, together, cut.tokens, heads)[:, :tokens]
-    return paging.zero_padding(out, lengths).astype(q.dtype), k_pages, v_pages
+    out = _ungrouped(out, cut.tokens)[:, :tokens].astype(q.dtype)
+    # A row without tokens is 0 already.
+    return out if tokens == 1 else paging.zero_padding(out, lengths), k_pages, v_pages
 
 
-def _grouped(q: Float[Array, "B T Hq d"], kv_heads: int, together: int, tokens: int) -> Float[Array, "B N G R w"]:
-    """Queries as `softmax.attend` takes them: a group's heads one after the other, each widened to its group."""
+def _grouped(q: Float[Array, "B T Hq d"], groups: int, tokens: int) -> Float[Array, "B N G R d"]:
+    """Queries as `softmax.attend` takes them: a group's heads one after the other."""
     batch, length, heads, dim = q.shape
     blocks = pl.cdiv(length, tokens)
     q = jnp.pad(q, [(0, 0), (0, blocks * tokens - length), (0, 0), (0, 0)])
-    q = q.reshape(batch, blocks, tokens, kv_heads // together, together, heads // kv_heads, dim)
-    q = q.transpose(0, 1, 3, 4, 5, 2, 6)
-    if together > 1:
-        own = jnp.eye(together, dtype=bool)[:, None, None, :, None]
-        q = jnp.where(own, q[..., None, :], 0)
-    return q.reshape(batch, blocks, kv_heads // together, -1, together * dim)
+    q = q.reshape(batch, blocks, tokens, groups, heads // groups, dim).transpose(0, 1, 3, 4, 2, 5)
+    return q.reshape(batch, blocks, groups, -1, dim)
 
 
-def _ungrouped(out: Float[Array, "B N G R w"], together: int, tokens: int, heads: int) -> Float[Array, "B T Hq dv"]:
-    batch, blocks, groups, _, width = out.shape
-    out = out.reshape(batch, blocks, groups, together, -1, tokens, together, width // together)
-    out = jnp.stack([out[:, :, :, n, :, :, n] for n in range(together)], axis=3)
-    return out.transpose(0, 1, 5, 2, 3, 4, 6).reshape(batch, blocks * tokens, heads, -1)
+def _ungrouped(out: Float[Array, "B N G R dv"], tokens: int) -> Float[Array, "B T Hq dv"]:
+    batch, blocks, groups, _, dim = out.shape
+    out = out.reshape(batch, blocks, groups, -1, tokens, dim).transpose(0, 1, 4, 2, 3, 5)
+    return out.reshape(batch, blocks * tokens, -1, dim)

@@ -39,6 +39,33 @@ def test_tells_a_step_s_bundles_from_those_of_a_first_step():
     assert schedule.spills == 50
 
 
+def looped():
+    """As above, and within the step's own 250 bundles a loop of 220, with two bodies to choose from, 101 and 103."""
+    text = bundles().splitlines()
+
+    def mark(address, text_before, region=""):
+        text[address + 1] = text[address + 1].replace("{ nop }", f"{{ {text_before} }}") + region
+
+    mark(151, "nop", "/* Start region 20 */")
+    mark(155, "%7 = sbr.rel (%p7) target = $region21")
+    mark(256, "nop", "/* Start region 21 */")
+    mark(257, "%8 = sbr.rel (%p8) target = $region22")
+    mark(360, "nop", "/* Start region 22 */")
+    mark(370, "%9 = sbr.rel (%p9) target = $region20")
+    return "\n".join(text)
+
+
+def test_finds_a_loop_and_the_bodies_it_chooses_from():
+    schedule = tpu_schedule.read(looped(), utilization())
+    assert (schedule.step, schedule.edge) == (430 - 120, 120)
+    assert schedule.loop == tpu_schedule.Loop(220, (101, 103))
+    assert schedule.units["MXU"] == pytest.approx(1 / 2)
+    assert schedule.spills == 44
+    # Each trip issues the loop's own 16 bundles, and one body.
+    assert schedule.loop.issued((5, 1)) == 6 * 16 + 5 * 101 + 103
+    assert tpu_schedule.Loop(220, ()).issued((3,)) == 3 * 220
+
+
 def test_takes_the_one_kernel_of_a_name_and_empties_the_folder(tmp_path):
     (tmp_path / "1-other-72-final_bundles.txt").write_text("")
     with pytest.raises(ValueError, match=r"schedules of 'delta' in .*: expected one, got \[\]"):
