@@ -13,7 +13,8 @@ from pallas_kernels.gated_delta.replay import replay
 from pallas_kernels.gated_delta.verify import verify
 from pallas_kernels.published import DELTA_MODELS, LAYERS, PREFILL_TOKENS, Case, DeltaModel
 
-DRAFT_TOKENS, RING_SIZE = 8, 16
+# Rings of few layers would fit into VMEM, where the compiler then moves them whole.
+RING_SIZE, RING_LAYERS = 16, 20
 
 
 def _array(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
@@ -24,8 +25,8 @@ def _bytes(*arrays: jax.ShapeDtypeStruct) -> int:
     return sum(x.size * x.dtype.itemsize for x in arrays)
 
 
-def _state(model: DeltaModel, batch: int) -> jax.ShapeDtypeStruct:
-    return _array(LAYERS, batch + 2, model.value_heads, model.dim, model.dim)
+def _state(model: DeltaModel, batch: int, layers: int = LAYERS) -> jax.ShapeDtypeStruct:
+    return _array(layers, batch + 2, model.value_heads, model.dim, model.dim)
 
 
 def _state_bytes(model: DeltaModel) -> int:
@@ -130,7 +131,7 @@ def gated_delta_buffered_case(name: str, batch: int, ring_size: int = RING_SIZE)
     model = DELTA_MODELS[name]
     heads, dim = model.value_heads, model.dim
     inputs, rows = _inputs(model, batch, 1), _array(batch, dtype=jnp.int32)
-    ring, record = _records(model, LAYERS, batch + 2, ring_size), _bytes(*_records(model, batch))
+    ring, record = _records(model, RING_LAYERS, batch + 2, ring_size), _bytes(*_records(model, batch))
 
     def function(*arguments):
         *inputs, state, k, u, decays, layer, read_slots, write_slots, cursors, lengths = arguments
@@ -143,7 +144,7 @@ def gated_delta_buffered_case(name: str, batch: int, ring_size: int = RING_SIZE)
     states = batch * _state_bytes(model)
     return Case(
         "gated_delta", name, "buffered", function,
-        (*inputs, _state(model, batch), *ring, _array(dtype=jnp.int32), rows, rows, rows, rows), (5, 6, 7, 8), batch,
-        steps, 0,
+        (*inputs, _state(model, batch, RING_LAYERS), *ring, _array(dtype=jnp.int32), rows, rows, rows, rows),
+        (5, 6, 7, 8), batch, steps, 0,
         states + states // ring_size + (ring_size + 1) * record // 2 + _bytes(*inputs) + batch * heads * dim * 4, 0,
     )  # fmt: skip

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 
 @jax.tree_util.register_dataclass
@@ -41,8 +41,3 @@ def make_ring(
     decay_dims = (key_dim,) if per_channel else ()
     shapes = (key_heads, key_dim), (value_heads, value_dim), (value_heads, *decay_dims)
     return DeltaRecords(*(jnp.zeros((layers, slots, size, *shape), jnp.float32) for shape in shapes))
-
-
-def next_cursors(cursors: Int[Array, " B"], lengths: Int[Array, " B"], size: int) -> Int[Array, " B"]:
-    """How many records each row's ring of `size` holds after a step: none once it is full, for it is folded then."""
-    return (cursors + lengths) % size

@@ -19,7 +19,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.gated_delta.tpu_decode import BLOCK_BYTES
-from pallas_kernels.gated_delta.tpu_vectors import Columns, fold, normalised
+from pallas_kernels.tpu_vectors import Columns, fold, normalised
 
 # A ring's work is unrolled, and folded as one product of the matrix unit.
 MAX_RING = 16

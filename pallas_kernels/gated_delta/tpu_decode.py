@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.gated_delta.tpu_vectors import Columns, normalised
+from pallas_kernels.tpu_vectors import Columns, normalised
 
 # States of one grid step. Four such blocks are in VMEM: two on their way in, two on their way out.
 BLOCK_BYTES = 1 << 20

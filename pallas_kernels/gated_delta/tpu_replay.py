@@ -14,7 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.gated_delta.tpu_decode import heads_per_block
-from pallas_kernels.gated_delta.tpu_vectors import fold
+from pallas_kernels.tpu_vectors import fold
 
 CHUNK = 16
 

@@ -7,8 +7,6 @@ triangular system is solved row by row: for so few tokens, products of small mat
 All arithmetic is float32: the records have to be as good as those of a decode step.
 """
 
-import functools
-import operator
 from typing import Any
 
 import jax
@@ -18,7 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.gated_delta.tpu_decode import heads_per_block
-from pallas_kernels.gated_delta.tpu_vectors import bfloat16_parts, for_value_heads
+from pallas_kernels.tpu_vectors import for_value_heads, product
 
 # Work on pairs of tokens grows with their square, and is unrolled.
 MAX_TOKENS = 16
@@ -146,23 +144,12 @@ def solve(
         sums = jnp.where(row >= i, sums + log_decay[:, i : i + 1], 0)
     before = jnp.exp(sums)
     both = jnp.concatenate([k * before, q * before], axis=1)
-    seen = jnp.stack([_product(x, y) for x, y in zip(both, S, strict=True)])
+    seen = jnp.stack([product(x, y) for x, y in zip(both, S, strict=True)])
     u, out = beta * (v - seen[:, :tokens]), seen[:, tokens:]
     for i, (kk, qk) in enumerate(reversed(columns)):
         u = u - kk * u[:, i : i + 1]
         out = out + qk * u[:, i : i + 1]
     return out, u
-
-
-def _product(x: Float[Array, "n dk"], S: Float[Array, "dk dv"]) -> Float[Array, "n dv"]:
-    """x S to float32's precision. The parts of x lie one below the other, so that each part of S is loaded once."""
-    rows = len(x)
-    x = jnp.concatenate(bfloat16_parts(x)).astype(jnp.bfloat16)
-    products = []
-    for part, used in zip(bfloat16_parts(S), (3, 2, 1), strict=True):
-        product = jnp.dot(x[: used * rows], part.astype(jnp.bfloat16), preferred_element_type=jnp.float32)
-        products += [product[i * rows : (i + 1) * rows] for i in range(used)]
-    return functools.reduce(operator.add, products)
 
 
 def _normalised(x: Float[Array, "h T d"]) -> Float[Array, "h T d"]:

@@ -33,6 +33,9 @@ def ssd(
     read_slots: Int[Array, " B"],
     write_slots: Int[Array, " B"],
     lengths: Int[Array, " B"],
+    *,
+    checkpoint_lengths: Int[Array, "B M"] | None = None,
+    checkpoint_slots: Int[Array, "B M"] | None = None,
 ) -> tuple[Float[Array, "B T H P"], Float[Array, "L S H P N"]]:
     """Run T tokens of Mamba-2 (arXiv:2405.21060, section 5) from each row's state.
 
@@ -53,9 +56,14 @@ def ssd(
         read_slots: where each row's state is read; rows may share one.
         write_slots: where each row's new state goes; distinct, save that padding rows share slot 0.
         lengths: valid tokens of each row, 0 to T. A row of length 0 copies its state unchanged.
+        checkpoint_lengths: after how many of its tokens a row's state is kept besides, up to its length; 0 is none.
+        checkpoint_slots: where it goes; 0 for none. Like write slots, and other than those.
 
     Returns:
         The outputs in float32 (unspecified on padding), and the updated state.
     """
     arguments = (x, dt, A, B, C, D, state, layer, read_slots, write_slots, lengths)
-    return choose(OPERATOR, *arguments)(*arguments)
+    options = {} if checkpoint_lengths is None else {
+        "checkpoint_lengths": checkpoint_lengths, "checkpoint_slots": checkpoint_slots,
+    }  # fmt: skip
+    return choose(OPERATOR, *arguments, **options)(*arguments, **options)

@@ -24,11 +24,15 @@ _STATE_BLOCK = 4096
 _CHANNEL_BLOCK = 32
 
 
-def accepts(x: Array, dt: Array, A: Array, B: Array, C: Array, D: Array, state: Array, *_: Array) -> str | None:
+def accepts(
+    x: Array, dt: Array, A: Array, B: Array, *_: Any, checkpoint_lengths: Array | None = None, **__: Any
+) -> str | None:
     """Why the kernels cannot run these arguments of `ssd`, or None."""
     for name, width in (("head_dim", x.shape[3]), ("state_size", B.shape[3])):
         if width not in (16, 32, 64, 128, 256):
             return f"{name} {width} is not 16, 32, 64, 128 or 256"
+    if checkpoint_lengths is not None:
+        return "it keeps no state but the last"
     return None
 
 

@@ -45,8 +45,10 @@ def apply(
     counts: Int[Array, " B"],
 ) -> Float[Array, "B H P N"]:
     """The states after the first counts[b] records of each row."""
-    records = masked(counts, B, dt_x.reshape(*dt_x.shape[:2], *h.shape[1:3]), log_decay)
-    return jax.lax.scan(lambda h, record: (update(h, record), None), h, tuple(v.swapaxes(0, 1) for v in records))[0]
+    B, dt_x, log_decay = (
+        v.swapaxes(0, 1) for v in masked(counts, B, dt_x.reshape(*dt_x.shape[:2], *h.shape[1:3]), log_decay)
+    )
+    return jax.lax.scan(lambda h, record: (update(h, record), None), h, (B, dt_x, log_decay))[0]
 
 
 def replay(

@@ -9,7 +9,9 @@ from pallas_kernels.ssd.tpu_decode import TILE
 from pallas_kernels.ssd.tpu_sums import CHUNK
 
 
-def accepts(x: Array, dt: Array, A: Array, B: Array, *_: Array) -> str | None:
+def accepts(
+    x: Array, dt: Array, A: Array, B: Array, *_: Any, checkpoint_lengths: Array | None = None, **__: Any
+) -> str | None:
     """Why the kernels cannot run these arguments of `ssd`, or None."""
     (heads, head_dim), (groups, width) = x.shape[2:], B.shape[2:]
     if width % 128:
@@ -20,6 +22,8 @@ def accepts(x: Array, dt: Array, A: Array, B: Array, *_: Array) -> str | None:
         return f"{heads // groups} heads of {head_dim} a group are not a multiple of {TILE}"
     if x.shape[1] > 1 and head_dim % CHUNK:
         return f"head_dim {head_dim} is not a multiple of {CHUNK}, for several tokens"
+    if checkpoint_lengths is not None:
+        return "it keeps no state but the last"
     if x.shape[1] > 1 and heads // groups % 2:
         return f"{heads // groups} heads a group are not even, for several tokens"
     return None

@@ -1,8 +1,9 @@
 """Draft tokens through Mamba-2 on TPU: each state is read once, and nothing of its size is written.
 
-A grid step takes one row, all its tokens, and a block of its heads, whose channels lie side by side along lanes. C meets
-the states in one product of the matrix unit a group; what is between the tokens is left to the vector unit. Numbers of
-a head (dt, its decay, D) are spread along its channels by a product with a 0/1 matrix. All arithmetic is float32.
+A grid step takes one row, all its tokens, and a block of its heads, whose channels lie side by side along lanes. C
+meets the states in one product of the matrix unit a group; what is between the tokens is left to the vector unit. What
+a head has one of (dt, its decay, D) is spread along its channels by a product with a 0/1 matrix. All arithmetic is
+float32.
 """
 
 from typing import Any
@@ -114,7 +115,8 @@ def verify(
 
 
 def _kernel(layer, read_slots, lengths, C, B, x, dt, log_decay, D, state, out, dt_x):
-    """Blocks: C, B [T, groups N]; x, out, dt_x [T, heads P]; dt, log_decay [T, heads]; D [1, heads]; state [heads P, N]."""
+    """Blocks: C, B [T, groups N]; x, out, dt_x [T, heads P]; dt, log_decay [T, heads]; D [1, heads];
+    state [heads P, N]."""
     (rows, width), (tokens, heads) = state.shape, dt.shape
     groups = B.shape[1] // width
     valid = jax.lax.broadcasted_iota(jnp.int32, (tokens, 1), 0) < lengths[pl.program_id(0)]

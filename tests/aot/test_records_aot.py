@@ -9,6 +9,7 @@ from pallas_kernels.published_records import (
     gated_delta_replay_case,
     gated_delta_verify_case,
 )
+from pallas_kernels.published_ssd_records import ssd_buffered_case, ssd_replay_case, ssd_verify_case
 
 pytestmark = pytest.mark.aot
 
@@ -60,3 +61,21 @@ def test_gated_delta_prefill_with_checkpoints(tpu, model):
 def test_gated_delta_buffered(tpu, model, batch):
     """The whole ring is fetched, which is half empty on average."""
     compile_and_check(tpu, gated_delta_buffered_case(model, batch), 1.25)
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "tokens"), [("Nemotron 3 Nano", 64, 8), ("Nemotron 3 Super", 1, 4), ("Bamba 9B", 1, 8)]
+)
+def test_ssd_verify(tpu, model, batch, tokens):
+    compile_and_check(tpu, ssd_verify_case(model, batch, tokens))
+
+
+@pytest.mark.parametrize(("model", "batch", "tokens"), [("Nemotron 3 Nano", 64, 4), ("Bamba 9B", 1, 8)])
+def test_ssd_replay(tpu, model, batch, tokens):
+    compile_and_check(tpu, ssd_replay_case(model, batch, tokens))
+
+
+@pytest.mark.parametrize(("model", "batch"), [("Nemotron 3 Nano", 64), ("Nemotron 3 Super", 1), ("Bamba 9B", 64)])
+def test_ssd_buffered(tpu, model, batch):
+    """The whole ring goes in and out."""
+    compile_and_check(tpu, ssd_buffered_case(model, batch), 1.3)

@@ -11,8 +11,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.gated_delta import reference_records, tpu_buffered, xla_records
 from pallas_kernels.gated_delta.buffered import buffered
-from pallas_kernels.gated_delta.records import DeltaRecords, make_ring, next_cursors
+from pallas_kernels.gated_delta.records import DeltaRecords, make_ring
 from pallas_kernels.gated_delta.replay import replay
+from pallas_kernels.ring import next_cursors
 
 RUN = {
     "xla": jax.jit(xla_records.buffered),

@@ -1,8 +1,11 @@
 """Vectors on a TPU: normalised, spread along lanes, and multiplied with each other, all to float32's precision."""
 
+import functools
+import operator
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 
 class Columns:
@@ -48,6 +51,19 @@ def for_value_heads(x: Float[Array, "hk *_"], groups: int) -> Float[Array, "hv *
     return x if groups == 1 else jnp.stack([x[head // groups] for head in range(groups * len(x))])
 
 
+def product(x: Float[Array, "n _"], S: Float[Array, "_ _"], contract: tuple[int, int] = (1, 0)) -> Float[Array, "n _"]:
+    """x S over the given axes. The parts of x lie one below the other, so that each part of S is loaded once."""
+    rows, numbers = len(x), (((contract[0],), (contract[1],)), ((), ()))
+    x = jnp.concatenate(bfloat16_parts(x)).astype(jnp.bfloat16)
+    products = []
+    for part, used in zip(bfloat16_parts(S), (3, 2, 1), strict=True):
+        found = jax.lax.dot_general(
+            x[: used * rows], part.astype(jnp.bfloat16), numbers, preferred_element_type=jnp.float32
+        )
+        products += [found[i * rows : (i + 1) * rows] for i in range(used)]
+    return functools.reduce(operator.add, products)
+
+
 # Parts of the left and right factor whose products matter: all but those below 2^-24 of the largest.
 _PAIRS = ((0, 0), (0, 1), (1, 0), (0, 2), (2, 0), (1, 1))
 
@@ -67,7 +83,7 @@ def fold(
     log_decay: Float[Array, "n dk"] | Float[Array, "n 1"],
 ) -> Float[Array, "dk dv"]:
     """One head's state after n update records: d(n) S + sum_i (d(i, n) k_i) u_i^T."""
-    later = _sums_of_later_rows(log_decay)
+    later = sums_of_later_rows(log_decay)
     added = outer_products(k * jnp.exp(later), u)
     total = jnp.exp(later[:1] + log_decay[:1])
     if total.shape[1] > 1:
@@ -75,7 +91,7 @@ def fold(
     return total * S + added
 
 
-def _sums_of_later_rows(x: Float[Array, "n d"]) -> Float[Array, "n d"]:
+def sums_of_later_rows(x: Float[Array, "n d"]) -> Float[Array, "n d"]:
     """For each row the sum of the rows after it, by doubling: no sum is a difference of others."""
 
     def moved_up(x, rows):
@@ -88,3 +104,14 @@ def _sums_of_later_rows(x: Float[Array, "n d"]) -> Float[Array, "n d"]:
         sums = sums + moved_up(sums, rows)
         rows *= 2
     return sums
+
+
+def spread(
+    x: Float[Array, "n h"], width: int, first: Int[Array, ""] | int, heads: int
+) -> Float[Array, "n heads*width"]:
+    """Columns `first` to `first + heads` of x, each `width` times side by side: a product with a 0/1 matrix."""
+    head, lane = (jax.lax.broadcasted_iota(jnp.int32, (x.shape[1], heads * width), axis) for axis in (0, 1))
+    selector = (head == first + lane // width).astype(jnp.bfloat16)
+    parts = jnp.concatenate(bfloat16_parts(x)).astype(jnp.bfloat16)
+    found = jnp.dot(parts, selector, preferred_element_type=jnp.float32)
+    return found[: len(x)] + found[len(x) : 2 * len(x)] + found[2 * len(x) :]

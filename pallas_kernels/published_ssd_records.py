@@ -1,0 +1,120 @@
+"""Published models' shapes for Mamba-2's forms on update records: verify, replay, buffered decode."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.published import LAYERS, Case
+from pallas_kernels.published_gpu import SSD, SsdShape
+from pallas_kernels.ssd.buffered import buffered
+from pallas_kernels.ssd.records import SsdRecords
+from pallas_kernels.ssd.replay import replay
+from pallas_kernels.ssd.tpu_decode import heads_per_block
+from pallas_kernels.ssd.verify import verify
+
+# Rings of few layers would fit into VMEM, where the compiler then moves them whole.
+RING_SIZE, RING_LAYERS = 16, 20
+
+
+def _array(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def _bytes(*arrays: jax.ShapeDtypeStruct) -> int:
+    return sum(x.size * x.dtype.itemsize for x in arrays)
+
+
+def _state(model: SsdShape, batch: int, layers: int = LAYERS) -> jax.ShapeDtypeStruct:
+    return _array(layers, batch + 2, model.heads, model.dim, model.state)
+
+
+def _state_bytes(model: SsdShape) -> int:
+    """Of one row."""
+    return model.heads * model.dim * model.state * 4
+
+
+def _records(model: SsdShape, *tokens: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+    return (
+        _array(*tokens, model.groups, model.state), _array(*tokens, model.heads * model.dim),
+        _array(*tokens, model.heads),
+    )  # fmt: skip
+
+
+def _inputs(model: SsdShape, batch: int, tokens: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """x, dt, A, B, C and D as layers have them: the heads or groups of a token side by side."""
+    shared = _array(batch, tokens, model.groups * model.state, dtype=jnp.bfloat16)
+    return (
+        _array(batch, tokens, model.heads * model.dim, dtype=jnp.bfloat16), _array(batch, tokens, model.heads),
+        _array(model.heads), shared, shared, _array(model.heads),
+    )  # fmt: skip
+
+
+def _by_head(model: SsdShape, x, dt, A, B, C, D) -> tuple[Any, Any, Any, Any, Any, Any]:
+    batch, tokens = dt.shape[:2]
+    B, C = (v.reshape(batch, tokens, model.groups, model.state) for v in (B, C))
+    return x.reshape(batch, tokens, model.heads, model.dim), dt, A, B, C, D
+
+
+def _steps(model: SsdShape, batch: int) -> int:
+    return batch * model.heads // heads_per_block(model.heads, model.groups, model.dim, model.state)
+
+
+def ssd_verify_case(name: str, batch: int, tokens: int) -> Case:
+    """One verification of `tokens` draft tokens a row. The state is no result: it is neither donated nor returned."""
+    model = SSD[name]
+    inputs, rows = _inputs(model, batch, tokens), _array(batch, dtype=jnp.int32)
+    results = (_array(batch, tokens, model.heads * model.dim), *_records(model, batch, tokens))
+
+    def function(*arguments):
+        *inputs, state, layer, read_slots, lengths = arguments
+        x, dt, A, B, C, D = _by_head(model, *inputs)
+        out, records = verify(x, dt, A, B, C, D, state, layer, read_slots, lengths)
+        return tuple(x.reshape(*x.shape[:2], -1) for x in (out, *records.leaves()))
+
+    return Case(
+        "ssd", name, "verify", function, (*inputs, _state(model, batch), _array(dtype=jnp.int32), rows, rows), (),
+        batch * tokens, _steps(model, batch), 0, batch * _state_bytes(model) + _bytes(*inputs, *results),
+        batch * tokens * model.heads * model.dim * model.state,
+    )  # fmt: skip
+
+
+def ssd_replay_case(name: str, batch: int, tokens: int) -> Case:
+    """One replay of up to `tokens` records a row."""
+    model = SSD[name]
+    records, rows = _records(model, batch, tokens), _array(batch, dtype=jnp.int32)
+
+    def function(B, dt_x, log_decay, state, layer, read_slots, write_slots, accepted):
+        B = B.reshape(*B.shape[:2], model.groups, model.state)
+        return replay(SsdRecords(B, dt_x, log_decay), accepted, state, layer, read_slots, write_slots)
+
+    flat_B = _array(batch, tokens, model.groups * model.state)
+    return Case(
+        "ssd", name, "replay", function,
+        (flat_B, *records[1:], _state(model, batch), _array(dtype=jnp.int32), rows, rows, rows), 3, batch * tokens,
+        _steps(model, batch), 0, 2 * batch * _state_bytes(model) + _bytes(*records),
+        batch * tokens * model.heads * model.dim * model.state,
+    )  # fmt: skip
+
+
+def ssd_buffered_case(name: str, batch: int, ring_size: int = RING_SIZE) -> Case:
+    """One step of buffered decode. The fewest bytes are those of an average step: a ring half full, and one state in
+    `ring_size` written."""
+    model = SSD[name]
+    inputs, rows = _inputs(model, batch, 1), _array(batch, dtype=jnp.int32)
+    ring, record = _records(model, RING_LAYERS, batch + 2, ring_size), _bytes(*_records(model, batch))
+
+    def function(*arguments):
+        *inputs, state, B, dt_x, log_decay, layer, read_slots, write_slots, cursors, lengths = arguments
+        call = (*_by_head(model, *inputs), state, SsdRecords(B, dt_x, log_decay), layer)
+        out, state, ring = buffered(*call, read_slots, write_slots, cursors, lengths)
+        return out.reshape(*out.shape[:2], -1), state, *ring.leaves()
+
+    states = batch * _state_bytes(model)
+    return Case(
+        "ssd", name, "buffered", function,
+        (*inputs, _state(model, batch, RING_LAYERS), *ring, _array(dtype=jnp.int32), rows, rows, rows, rows),
+        (6, 7, 8, 9), batch, _steps(model, batch), 0,
+        states + states // ring_size + (ring_size + 1) * record // 2 + _bytes(*inputs)
+        + batch * model.heads * model.dim * 4, 0,
+    )  # fmt: skip
