@@ -67,6 +67,15 @@ def selective_scan(
     return out[:, None], state
 
 
+def grid_steps(batch: int, tokens: int, channels: int, state_size: int) -> tuple[int, int, tuple[int, ...]]:
+    """Of the kernel for such a call; how often a row's, or eight rows', first step comes up; and octets, in all."""
+    blocks = channels // block_channels(tokens, channels, state_size)
+    if tokens == 1:
+        octets = pl.cdiv(batch, _TILE)
+        return octets * blocks * _TILE, octets * blocks, ()
+    return batch * blocks * pl.cdiv(tokens, CHUNK), batch * blocks, (batch * blocks * pl.cdiv(tokens, _TILE),)
+
+
 def block_channels(tokens: int, channels: int, state_size: int) -> int:
     """Channels of a grid step."""
     most = _BLOCK_BYTES // (4 * state_size) if tokens == 1 else _CHANNELS
@@ -192,7 +201,7 @@ class _Read:
     def __init__(self, C: Float[Array, "8 N"], exact: bool) -> None:
         token, column = (jax.lax.broadcasted_iota(jnp.int32, (_TILE, C.size), axis) for axis in (0, 1))
         self._dtype = jnp.float32 if exact else jnp.bfloat16
-        self._options = {"precision": "highest"} if exact else {}
+        self._options: dict[str, Any] = {"precision": "highest"} if exact else {}
         of_token = column // C.shape[1] == token
         self._matrix = jnp.where(of_token, jnp.concatenate([C] * _TILE, axis=1), 0).astype(self._dtype)
 

@@ -34,7 +34,7 @@ def heads_per_block(heads: int, groups: int, head_dim: int, state_size: int, ite
         if heads % n == 0 and (n % group == 0 or group % n == 0)
         and n * head_dim * state_size * 2 * itemsize <= BLOCK_BYTES and n * tpu_sums.parts(itemsize == 4) <= LANES
     ]  # fmt: skip
-    return max(fitting, default=2)
+    return max(fitting, default=heads)
 
 
 def prefill(
@@ -56,7 +56,7 @@ def prefill(
     batch, tokens, heads, head_dim = x.shape
     groups, width = B.shape[2:]
     size = heads_per_block(heads, groups, head_dim, width, x.dtype.itemsize)
-    blocks, chunks, pairs = heads // size, -(-tokens // CHUNK), size // 2
+    blocks, chunks, pairs = heads // size, pl.cdiv(tokens, CHUNK), size // 2
     # Groups of a block; or the blocks that share one.
     of_block, sharing = max(1, size * groups // heads), max(1, heads // groups // size)
     # A last chunk that is not full reaches beyond the arrays; only a block must not be larger than its array.
@@ -78,11 +78,13 @@ def prefill(
         )
 
     def steps(of):
-        """Of the chunk number of(chunk)."""
+        """Of the chunk number of(chunk), and of its neighbour: all lanes of a register."""
         return pl.BlockSpec(
-            (None, None, None, pairs, LANES),
-            lambda row, block, chunk, layer, read, write, lengths: (row, current(of(chunk), lengths, row), block, 0, 0),
-        )
+            (None, size, LANES),
+            lambda row, block, chunk, layer, read, write, lengths: (
+                row, block, current(of(chunk), lengths, row) // (LANES // CHUNK)
+            ),
+        )  # fmt: skip
 
     by_head = pl.BlockSpec((None, pairs, LANES), lambda row, block, *_: (block, 0, 0))
     exact = x.dtype == jnp.float32
@@ -102,8 +104,7 @@ def prefill(
         """[blocks, pairs, LANES] of a number for each head."""
         return jnp.repeat(v.astype(jnp.float32), CHUNK).reshape(blocks, pairs, LANES)
 
-    dt = jnp.pad(dt.astype(jnp.float32), [(0, 0), (0, chunks * CHUNK - tokens), (0, 0)])
-    dt = jnp.moveaxis(dt.reshape(batch, chunks, CHUNK, blocks, size), 2, 4).reshape(batch, chunks, blocks, pairs, LANES)
+    dt = jnp.pad(dt.astype(jnp.float32), [(0, 0), (0, -tokens % LANES), (0, 0)]).swapaxes(1, 2)
     states = state.reshape(*state.shape[:2], heads * head_dim, width)
     out, states = pl.pallas_call(
         _kernel,
@@ -135,7 +136,7 @@ def prefill(
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
         cost_estimate=pl.CostEstimate(
             flops=2 * x.size * (CHUNK + 2 * width),
-            transcendentals=2 * dt.size * CHUNK,
+            transcendentals=dt.size * 2 * CHUNK,
             bytes_accessed=2 * batch * heads * head_dim * width * state.dtype.itemsize
             + sum(v.size * v.dtype.itemsize for v in (x, dt, B, C))
             + x.size * 4,
@@ -179,14 +180,14 @@ def _kernel(
     h,
     *sums,
 ):
-    """Blocks: x, out [CHUNK, heads P]; dt, A, D [pairs, LANES]; B, C [CHUNK, groups N]; states [heads P, N];
-    h [pairs, N, 2 P]."""
+    """Blocks: x, out [CHUNK, heads P]; dt [heads, LANES]; A, D [pairs, LANES]; B, C [CHUNK, groups N]; states
+    [heads P, N]; h [pairs, N, 2 P]; sums as `tpu_sums.Sums`."""
     pairs, lanes = h.shape[0], h.shape[2]
     chunk = pl.program_id(2)
     left = lengths[pl.program_id(0)] - chunk * CHUNK
 
-    def sums_of(dt, left):
-        return tpu_sums.compute(dt[...], A[...], left, ones[...], x.dtype == jnp.float32)
+    def sums_of(dt, chunk, left):
+        return tpu_sums.compute(tpu_sums.by_pair(dt, chunk), A[...], left, ones[...], x.dtype == jnp.float32)
 
     def keep(values):
         for reference, value in zip(sums, values, strict=True):
@@ -196,12 +197,12 @@ def _kernel(
     def _():
         for pair in range(pairs):
             h[pair] = state[pair * lanes : (pair + 1) * lanes].astype(jnp.float32).T
-        keep(sums_of(first_dt, left))
+        keep(sums_of(first_dt, chunk, left))
 
     @pl.when(left > 0)
     def _():
         # The next chunk's sums are made while this chunk's products are under way.
-        following = sums_of(next_dt, left - CHUNK)
+        following = sums_of(next_dt, chunk + 1, left - CHUNK)
         tpu_chunk.chunk(tpu_chunk.Block(x, B, C, D, h, out, left), tpu_sums.Sums(selector[...], *sums))
         keep(following)
 

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
@@ -86,6 +87,14 @@ class Sums:
         """The decay up to each token."""
         lanes = self.total.shape[1]
         return jnp.exp2(spread[:, -2 * lanes : -lanes] + spread[:, -lanes:])
+
+
+def by_pair(dt: Any, chunk: Int[Array, ""]) -> Float[Array, "pairs LANES"]:
+    """One of two neighbouring chunks of a reference [heads, LANES], two heads side by side."""
+    even, odd = (dt[pl.ds(head, dt.shape[0] // 2, stride=2)] for head in range(2))
+    low = jax.lax.broadcasted_iota(jnp.int32, even.shape, 1) < CHUNK
+    first = jnp.where(low, even, pltpu.roll(odd, CHUNK, 1))
+    return jnp.where(chunk % 2 == 0, first, jnp.where(low, pltpu.roll(even, CHUNK, 1), odd))
 
 
 def compute(

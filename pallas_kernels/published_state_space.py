@@ -1,0 +1,115 @@
+"""Published state space models' shapes: what is compiled ahead of time and counted of `ssd` and `selective_scan`.
+
+The channels of a token lie side by side, and a decode step has no axis of tokens, as compilers have it in layers.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.published_case import DECODE_BATCHES, LAYERS, PREFILL_TOKENS, Case
+from pallas_kernels.selective_scan import selective_scan
+from pallas_kernels.selective_scan import tpu as scan_tpu
+from pallas_kernels.ssd import ssd, tpu_decode, tpu_prefill
+from pallas_kernels.ssd.tpu_sums import CHUNK
+
+
+@dataclass(frozen=True)
+class SsdModel:
+    """Mamba-2: heads, channels of a head, groups of heads, numbers of a channel's state."""
+
+    heads: int
+    groups: int
+    head_dim: int = 64
+    state_size: int = 128
+
+
+SSD_MODELS = {
+    "Nemotron 3 Nano 30B": SsdModel(64, 8),
+    "Nemotron 3 Super 120B": SsdModel(128, 8),
+    "Nemotron 3 Super 120B, a chip of 8": SsdModel(16, 1),
+    "Granite 4.0 H Small": SsdModel(128, 1),
+}
+# Mamba-1: channels; each has a state of 16 numbers.
+SCAN_MODELS = {"Jamba 1.5 Mini": 8192, "Jamba 1.5 Large": 16384}
+SCAN_STATE_SIZE = 16
+
+
+def _array(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def _lead(batch: int, tokens: int) -> tuple[int, ...]:
+    return (batch,) if tokens == 1 else (batch, tokens)
+
+
+def _bytes(arrays: tuple[jax.ShapeDtypeStruct, ...]) -> int:
+    return sum(x.size * x.dtype.itemsize for x in arrays)
+
+
+def ssd_case(name: str, batch: int, tokens: int, dtype: Any = jnp.bfloat16) -> Case:
+    """One call of `ssd` with x, B and C of this dtype, and a pool of two layers and two slots to spare."""
+    model, rows = SSD_MODELS[name], _array(batch, dtype=jnp.int32)
+    channels, shared, lead = model.heads * model.head_dim, model.groups * model.state_size, _lead(batch, tokens)
+    inputs = (
+        _array(*lead, channels, dtype=dtype), _array(*lead, model.heads), _array(model.heads),
+        _array(*lead, shared, dtype=dtype), _array(*lead, shared, dtype=dtype), _array(model.heads),
+    )  # fmt: skip
+    state = _array(LAYERS, batch + 2, model.heads, model.head_dim, model.state_size)
+    shape = (model.heads, model.groups, model.head_dim, model.state_size)
+    if tokens == 1:
+        steps, edges, multiply_adds = batch * (model.heads // tpu_decode.heads_per_block(*shape)), 0, 0
+    else:
+        edges = batch * (model.heads // tpu_prefill.heads_per_block(*shape, inputs[0].dtype.itemsize))
+        steps = edges * -(-tokens // CHUNK)
+        # A token: a product with the state, and one into it; with half a chunk of others, of B and C and of the values.
+        multiply_adds = batch * tokens * (channels * (2 * model.state_size + CHUNK // 2) + shared * CHUNK // 2)
+
+    def run(x, dt, A, B, C, D, state, *slots):
+        x, B, C = (
+            v.reshape(batch, tokens, n, -1)
+            for v, n in ((x, model.heads), (B, model.groups), (C, model.groups))
+        )  # fmt: skip
+        out, state = ssd(x, dt.reshape(batch, tokens, -1), A, B, C, D, state, *slots)
+        return out.reshape(*lead, -1), state
+
+    return Case(
+        "ssd", name, "decode" if tokens == 1 else "prefill", run,
+        (*inputs, state, _array(dtype=jnp.int32), *[rows] * 3), 6, batch * tokens, steps, edges,
+        2 * 4 * batch * channels * model.state_size + _bytes(inputs) + 4 * batch * tokens * channels, multiply_adds,
+    )  # fmt: skip
+
+
+def selective_scan_case(name: str, batch: int, tokens: int) -> Case:
+    """One call of `selective_scan` with x, B and C bfloat16, and a pool of two layers and two slots to spare."""
+    channels, numbers, rows = SCAN_MODELS[name], SCAN_STATE_SIZE, _array(batch, dtype=jnp.int32)
+    lead = _lead(batch, tokens)
+    vectors = _array(*lead, numbers, dtype=jnp.bfloat16)
+    inputs = (
+        _array(*lead, channels, dtype=jnp.bfloat16), _array(*lead, channels),
+        _array(numbers, channels), vectors, vectors, _array(channels),
+    )  # fmt: skip
+    steps, edges, trips = scan_tpu.grid_steps(batch, tokens, channels, numbers)
+
+    def run(x, dt, A, B, C, D, state, *slots):
+        x, dt, B, C = (v.reshape(batch, tokens, -1) for v in (x, dt, B, C))
+        out, state = selective_scan(x, dt, A, B, C, D, state, *slots)
+        return out.reshape(*lead, -1), state
+
+    return Case(
+        "selective_scan", name, "decode" if tokens == 1 else "prefill", run,
+        (*inputs, _array(LAYERS, batch + 2, numbers, channels), _array(dtype=jnp.int32), *[rows] * 3),
+        6, batch * tokens, steps, edges,
+        2 * 4 * batch * channels * numbers + _bytes(inputs) + 4 * batch * tokens * channels, 0, trips,
+    )  # fmt: skip
+
+
+def state_space_cases() -> list[Case]:
+    """What the TPU kernels are counted on."""
+    forms = [(batch, 1) for batch in DECODE_BATCHES] + [(1, PREFILL_TOKENS)]
+    return [
+        *(ssd_case(name, *form) for name in SSD_MODELS for form in forms),
+        *(selective_scan_case(name, *form) for name in SCAN_MODELS for form in forms),
+    ]
