@@ -4,7 +4,6 @@ Arguments are laid out as layers have them, the heads of a token side by side, s
 is what it makes of a model.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -13,27 +12,12 @@ import jax.numpy as jnp
 from pallas_kernels.gated_delta import gated_delta, tpu_decode, tpu_prefill
 from pallas_kernels.published_attention import attention_cases
 from pallas_kernels.published_case import DECODE_BATCHES, LAYERS, PREFILL_TOKENS, Case
+from pallas_kernels.published_models import DELTA_MODELS
+from pallas_kernels.published_records import record_cases
+from pallas_kernels.published_ssd_records import ssd_record_cases
+from pallas_kernels.published_state_space import state_space_cases
 from pallas_kernels.short_conv import short_conv
 from pallas_kernels.short_conv import tpu as short_conv_tpu
-
-
-@dataclass(frozen=True)
-class DeltaModel:
-    """Key heads, value heads, head width, and whether decay is per key channel (KDA) or per head (Gated DeltaNet)."""
-
-    key_heads: int
-    value_heads: int
-    per_channel: bool
-    dim: int = 128
-
-
-DELTA_MODELS = {
-    "Kimi Linear 48B": DeltaModel(32, 32, True),
-    "Kimi Linear 48B, a chip of 8": DeltaModel(4, 4, True),
-    "Qwen3-Next 80B": DeltaModel(16, 32, False),
-    "Qwen3.5, 16 value heads": DeltaModel(16, 16, False),
-    "Qwen3.5, 64 value heads": DeltaModel(16, 64, False),
-}
 
 
 def gated_delta_case(name: str, batch: int, tokens: int, dtype: Any = jnp.bfloat16) -> Case:
@@ -104,4 +88,7 @@ def tpu_cases() -> list[Case]:
     forms = [(batch, 1) for batch in DECODE_BATCHES] + [(1, PREFILL_TOKENS)]
     cases = [gated_delta_case(name, *form) for name in DELTA_MODELS for form in forms]
     convolutions = [("Kimi Linear 48B", *form) for form in forms] + [("Qwen3-Next 80B", *form) for form in forms]
-    return cases + [short_conv_case(*case) for case in convolutions] + attention_cases()
+    return [
+        *cases, *record_cases(), *(short_conv_case(*case) for case in convolutions), *state_space_cases(),
+        *ssd_record_cases(), *attention_cases(),
+    ]  # fmt: skip

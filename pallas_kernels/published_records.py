@@ -1,5 +1,5 @@
 """Published models' shapes for the recurrent operators' other forms: prefill with checkpoints, verify, replay, buffered
-decode."""
+decode. Of the gated delta rule; for Mamba-2 see `published_ssd_records.py`."""
 
 from typing import Any
 
@@ -11,10 +11,12 @@ from pallas_kernels.gated_delta.buffered import buffered
 from pallas_kernels.gated_delta.records import DeltaRecords
 from pallas_kernels.gated_delta.replay import replay
 from pallas_kernels.gated_delta.verify import verify
-from pallas_kernels.published import DELTA_MODELS, LAYERS, PREFILL_TOKENS, Case, DeltaModel
+from pallas_kernels.published_case import LAYERS, PREFILL_TOKENS, Case
+from pallas_kernels.published_models import DELTA_MODELS, DeltaModel
 
 # Rings of few layers would fit into VMEM, where the compiler then moves them whole.
 RING_SIZE, RING_LAYERS = 16, 20
+DRAFT_TOKENS = (4, 8)
 
 
 def _array(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
@@ -88,13 +90,14 @@ def gated_delta_replay_case(name: str, batch: int, tokens: int) -> Case:
 
     flat = [_array(batch, tokens, x.size // (batch * tokens)) for x in records]
 
-    def function(state, layer, read_slots, write_slots, accepted, *flat):
+    def function(*arguments):
+        *flat, state, layer, read_slots, write_slots, accepted = arguments
         by_head = (x.reshape(like.shape) for x, like in zip(flat, records, strict=True))
         return replay(DeltaRecords(*by_head), accepted, state, layer, read_slots, write_slots)
 
     return Case(
         "gated_delta", name, "replay", function,
-        (_state(model, batch), _array(dtype=jnp.int32), rows, rows, rows, *flat), 0, batch * tokens,
+        (*flat, _state(model, batch), _array(dtype=jnp.int32), rows, rows, rows), 3, batch * tokens,
         _steps(model, batch), 0, 2 * batch * _state_bytes(model) + _bytes(*records),
         batch * tokens * model.value_heads * model.dim * model.dim,
     )  # fmt: skip
@@ -145,6 +148,17 @@ def gated_delta_buffered_case(name: str, batch: int, ring_size: int = RING_SIZE)
     return Case(
         "gated_delta", name, "buffered", function,
         (*inputs, _state(model, batch, RING_LAYERS), *ring, _array(dtype=jnp.int32), rows, rows, rows, rows),
-        (5, 6, 7, 8), batch, steps, 0,
+        (5, 6, 7, 8), batch, steps, steps // ring_size,
         states + states // ring_size + (ring_size + 1) * record // 2 + _bytes(*inputs) + batch * heads * dim * 4, 0,
+        rare=True,
     )  # fmt: skip
+
+
+def record_cases() -> list[Case]:
+    """What the TPU kernels are counted on."""
+    models = ("Kimi Linear 48B", "Qwen3-Next 80B")
+    return [
+        *(gated_delta_verify_case(name, 64, tokens) for name in models for tokens in DRAFT_TOKENS),
+        *(gated_delta_replay_case(name, 64, tokens) for name in models for tokens in DRAFT_TOKENS[1:]),
+        *(gated_delta_buffered_case(name, 64) for name in models),
+    ]

@@ -5,8 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.published import LAYERS, Case
-from pallas_kernels.published_gpu import SSD, SsdShape
+from pallas_kernels.published_case import LAYERS, Case
+from pallas_kernels.published_state_space import SSD_MODELS, SsdModel
 from pallas_kernels.ssd.buffered import buffered
 from pallas_kernels.ssd.records import SsdRecords
 from pallas_kernels.ssd.replay import replay
@@ -25,46 +25,46 @@ def _bytes(*arrays: jax.ShapeDtypeStruct) -> int:
     return sum(x.size * x.dtype.itemsize for x in arrays)
 
 
-def _state(model: SsdShape, batch: int, layers: int = LAYERS) -> jax.ShapeDtypeStruct:
-    return _array(layers, batch + 2, model.heads, model.dim, model.state)
+def _state(model: SsdModel, batch: int, layers: int = LAYERS) -> jax.ShapeDtypeStruct:
+    return _array(layers, batch + 2, model.heads, model.head_dim, model.state_size)
 
 
-def _state_bytes(model: SsdShape) -> int:
+def _state_bytes(model: SsdModel) -> int:
     """Of one row."""
-    return model.heads * model.dim * model.state * 4
+    return model.heads * model.head_dim * model.state_size * 4
 
 
-def _records(model: SsdShape, *tokens: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+def _records(model: SsdModel, *tokens: int) -> tuple[jax.ShapeDtypeStruct, ...]:
     return (
-        _array(*tokens, model.groups, model.state), _array(*tokens, model.heads * model.dim),
+        _array(*tokens, model.groups, model.state_size), _array(*tokens, model.heads * model.head_dim),
         _array(*tokens, model.heads),
     )  # fmt: skip
 
 
-def _inputs(model: SsdShape, batch: int, tokens: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+def _inputs(model: SsdModel, batch: int, tokens: int) -> tuple[jax.ShapeDtypeStruct, ...]:
     """x, dt, A, B, C and D as layers have them: the heads or groups of a token side by side."""
-    shared = _array(batch, tokens, model.groups * model.state, dtype=jnp.bfloat16)
+    shared = _array(batch, tokens, model.groups * model.state_size, dtype=jnp.bfloat16)
     return (
-        _array(batch, tokens, model.heads * model.dim, dtype=jnp.bfloat16), _array(batch, tokens, model.heads),
+        _array(batch, tokens, model.heads * model.head_dim, dtype=jnp.bfloat16), _array(batch, tokens, model.heads),
         _array(model.heads), shared, shared, _array(model.heads),
     )  # fmt: skip
 
 
-def _by_head(model: SsdShape, x, dt, A, B, C, D) -> tuple[Any, Any, Any, Any, Any, Any]:
+def _by_head(model: SsdModel, x, dt, A, B, C, D) -> tuple[Any, Any, Any, Any, Any, Any]:
     batch, tokens = dt.shape[:2]
-    B, C = (v.reshape(batch, tokens, model.groups, model.state) for v in (B, C))
-    return x.reshape(batch, tokens, model.heads, model.dim), dt, A, B, C, D
+    B, C = (v.reshape(batch, tokens, model.groups, model.state_size) for v in (B, C))
+    return x.reshape(batch, tokens, model.heads, model.head_dim), dt, A, B, C, D
 
 
-def _steps(model: SsdShape, batch: int) -> int:
-    return batch * model.heads // heads_per_block(model.heads, model.groups, model.dim, model.state)
+def _steps(model: SsdModel, batch: int) -> int:
+    return batch * model.heads // heads_per_block(model.heads, model.groups, model.head_dim, model.state_size)
 
 
 def ssd_verify_case(name: str, batch: int, tokens: int) -> Case:
     """One verification of `tokens` draft tokens a row. The state is no result: it is neither donated nor returned."""
-    model = SSD[name]
+    model = SSD_MODELS[name]
     inputs, rows = _inputs(model, batch, tokens), _array(batch, dtype=jnp.int32)
-    results = (_array(batch, tokens, model.heads * model.dim), *_records(model, batch, tokens))
+    results = (_array(batch, tokens, model.heads * model.head_dim), *_records(model, batch, tokens))
 
     def function(*arguments):
         *inputs, state, layer, read_slots, lengths = arguments
@@ -75,32 +75,32 @@ def ssd_verify_case(name: str, batch: int, tokens: int) -> Case:
     return Case(
         "ssd", name, "verify", function, (*inputs, _state(model, batch), _array(dtype=jnp.int32), rows, rows), (),
         batch * tokens, _steps(model, batch), 0, batch * _state_bytes(model) + _bytes(*inputs, *results),
-        batch * tokens * model.heads * model.dim * model.state,
+        batch * tokens * model.heads * model.head_dim * model.state_size,
     )  # fmt: skip
 
 
 def ssd_replay_case(name: str, batch: int, tokens: int) -> Case:
     """One replay of up to `tokens` records a row."""
-    model = SSD[name]
+    model = SSD_MODELS[name]
     records, rows = _records(model, batch, tokens), _array(batch, dtype=jnp.int32)
 
     def function(B, dt_x, log_decay, state, layer, read_slots, write_slots, accepted):
-        B = B.reshape(*B.shape[:2], model.groups, model.state)
+        B = B.reshape(*B.shape[:2], model.groups, model.state_size)
         return replay(SsdRecords(B, dt_x, log_decay), accepted, state, layer, read_slots, write_slots)
 
-    flat_B = _array(batch, tokens, model.groups * model.state)
+    flat_B = _array(batch, tokens, model.groups * model.state_size)
     return Case(
         "ssd", name, "replay", function,
         (flat_B, *records[1:], _state(model, batch), _array(dtype=jnp.int32), rows, rows, rows), 3, batch * tokens,
         _steps(model, batch), 0, 2 * batch * _state_bytes(model) + _bytes(*records),
-        batch * tokens * model.heads * model.dim * model.state,
+        batch * tokens * model.heads * model.head_dim * model.state_size,
     )  # fmt: skip
 
 
 def ssd_buffered_case(name: str, batch: int, ring_size: int = RING_SIZE) -> Case:
     """One step of buffered decode. The fewest bytes are those of an average step: a ring half full, and one state in
     `ring_size` written."""
-    model = SSD[name]
+    model = SSD_MODELS[name]
     inputs, rows = _inputs(model, batch, 1), _array(batch, dtype=jnp.int32)
     ring, record = _records(model, RING_LAYERS, batch + 2, ring_size), _bytes(*_records(model, batch))
 
@@ -114,7 +114,13 @@ def ssd_buffered_case(name: str, batch: int, ring_size: int = RING_SIZE) -> Case
     return Case(
         "ssd", name, "buffered", function,
         (*inputs, _state(model, batch, RING_LAYERS), *ring, _array(dtype=jnp.int32), rows, rows, rows, rows),
-        (6, 7, 8, 9), batch, _steps(model, batch), 0,
+        (6, 7, 8, 9), batch, _steps(model, batch), _steps(model, batch) // ring_size,
         states + states // ring_size + (ring_size + 1) * record // 2 + _bytes(*inputs)
-        + batch * model.heads * model.dim * 4, 0,
+        + batch * model.heads * model.head_dim * 4, 0, rare=True,
     )  # fmt: skip
+
+
+def ssd_record_cases() -> list[Case]:
+    """What the TPU kernels are counted on."""
+    name = "Nemotron 3 Nano 30B"
+    return [ssd_verify_case(name, 64, 8), ssd_replay_case(name, 64, 8), ssd_buffered_case(name, 64)]

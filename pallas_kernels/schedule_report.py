@@ -27,13 +27,13 @@ def row(part: aot.Part, case: published.Case, folder: Path) -> list[str]:
     """Compiles the case and counts."""
     info = aot.tpu_info(part)
     compiled = aot.compile_for(part, case.function, *case.arguments, donate=case.donated)
-    schedule = tpu_schedule.take(folder, case.operator)
+    schedule = tpu_schedule.take(folder, case.operator, rare=case.rare)
     moved = aot.hbm_bytes(compiled)
     step, loop = schedule.step, 0
     if case.trips and schedule.loop:
         step, loop = step - schedule.loop.bundles, schedule.loop.issued(case.trips)
     bundles = case.steps * step + loop + case.edges * schedule.edge
-    cores = min(info.num_cores, case.edges or case.steps)
+    cores = min(info.num_cores, case.steps if case.rare else case.edges or case.steps)
     issue = bundles / cores / clock(info)
     memory = moved / (info.mem_bw_bytes_per_second * info.num_cores)
     matrix = 2 * case.multiply_adds / (info.bf16_ops_per_second * info.num_cores)

@@ -6,7 +6,7 @@ issue. How long it waits for memory is not in a schedule.
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,8 +54,9 @@ def dump_to(folder: Path) -> None:
     os.environ["LIBTPU_INIT_ARGS"] = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
 
 
-def take(folder: Path, kernel: str) -> Schedule:
-    """The schedule of the one kernel of this name (a part of it will do) in the folder, which is emptied.
+def take(folder: Path, kernel: str, *, rare: bool = False) -> Schedule:
+    """The schedule of the one kernel of this name (a part of it will do) in the folder, which is emptied; `rare` as of
+    `read`.
 
     Raises ValueError if the folder has none, or several.
     """
@@ -65,21 +66,28 @@ def take(folder: Path, kernel: str) -> Schedule:
     if len(found) != 1:
         raise ValueError(f"schedules of {kernel!r} in {folder}: expected one, got {[path.name for path in found]}")
     (use,) = folder.glob(f"*{kernel}*final_hlo-static-per-bundle-utilization.txt")
-    schedule = read(found[0].read_text(), use.read_text())
+    schedule = read(found[0].read_text(), use.read_text(), rare=rare)
     for path in folder.iterdir():
         path.unlink()
     return schedule
 
 
-def read(bundles: str, utilization: str) -> Schedule:
-    """From the text of the two dumps: the final bundles, and each bundle's use of units."""
+def read(bundles: str, utilization: str, *, rare: bool = False) -> Schedule:
+    """From the text of the two dumps: the final bundles, and each bundle's use of units.
+
+    `rare`: each step's own work is not in a conditional block; what is, however long, is for few steps, and an edge.
+    """
     count, skipped, repeated = _jumps(bundles)
+    main: Sequence[int]
     head, _, rows = utilization.partition("== UTILIZATION:")
     names, capacities = head.strip().splitlines()[1:3]
     units = [name.strip() for name in names.split(",")]
     used = np.array([[int(n) for n in row.split()] for row in rows.strip().splitlines()])
     loop = max(repeated, key=len, default=None)
-    if loop is None:
+    if rare:
+        edges = _outermost(skipped)
+        main, edge = [n for n in range(count) if not any(n in span for span in edges)], sum(map(len, edges))
+    elif loop is None:
         blocks = _outermost(skipped)
         main = max(blocks, key=len, default=range(count))
         edge = sum(len(block) for block in blocks if block is not main)
@@ -89,7 +97,7 @@ def read(bundles: str, utilization: str) -> Schedule:
         main, edge = loop, sum(map(len, _outermost(apart)))
     inside = _outermost([span for span in skipped if loop and loop.start < span.start and span.stop <= loop.stop])
     bodies = sorted(len(span) for span in inside if used[span.start : span.stop, units.index("MXU")].any())
-    used = used[main.start : main.stop]
+    used = used[list(main)]
     shares = used.sum(0) / (np.array(capacities.split(), int) * len(used))
     spills = int(used[:, units.index("VSTORE:SPILL")].sum())
     shares_of = dict(zip(units, shares.tolist(), strict=True))

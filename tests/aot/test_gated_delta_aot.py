@@ -4,7 +4,9 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import aot
-from pallas_kernels.published import DECODE_BATCHES, DELTA_MODELS, LAYERS, PREFILL_TOKENS, gated_delta_case
+from pallas_kernels.published import gated_delta_case
+from pallas_kernels.published_case import DECODE_BATCHES, LAYERS, PREFILL_TOKENS
+from pallas_kernels.published_models import DELTA_MODELS
 
 pytestmark = pytest.mark.aot
 

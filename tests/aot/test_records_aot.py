@@ -64,18 +64,21 @@ def test_gated_delta_buffered(tpu, model, batch):
 
 
 @pytest.mark.parametrize(
-    ("model", "batch", "tokens"), [("Nemotron 3 Nano", 64, 8), ("Nemotron 3 Super", 1, 4), ("Bamba 9B", 1, 8)]
+    ("model", "batch", "tokens"),
+    [("Nemotron 3 Nano 30B", 64, 8), ("Nemotron 3 Super 120B", 1, 4), ("Granite 4.0 H Small", 1, 8)],
 )
 def test_ssd_verify(tpu, model, batch, tokens):
     compile_and_check(tpu, ssd_verify_case(model, batch, tokens))
 
 
-@pytest.mark.parametrize(("model", "batch", "tokens"), [("Nemotron 3 Nano", 64, 4), ("Bamba 9B", 1, 8)])
+@pytest.mark.parametrize(("model", "batch", "tokens"), [("Nemotron 3 Nano 30B", 64, 4), ("Granite 4.0 H Small", 1, 8)])
 def test_ssd_replay(tpu, model, batch, tokens):
     compile_and_check(tpu, ssd_replay_case(model, batch, tokens))
 
 
-@pytest.mark.parametrize(("model", "batch"), [("Nemotron 3 Nano", 64), ("Nemotron 3 Super", 1), ("Bamba 9B", 64)])
+@pytest.mark.parametrize(
+    ("model", "batch"), [("Nemotron 3 Nano 30B", 64), ("Nemotron 3 Super 120B", 1), ("Granite 4.0 H Small", 64)]
+)
 def test_ssd_buffered(tpu, model, batch):
     """The whole ring goes in and out."""
     compile_and_check(tpu, ssd_buffered_case(model, batch), 1.3)

@@ -39,6 +39,12 @@ def test_tells_a_step_s_bundles_from_those_of_a_first_step():
     assert schedule.spills == 50
 
 
+def test_all_conditional_work_may_be_rare():
+    schedule = tpu_schedule.read(bundles(), utilization(), rare=True)
+    assert (schedule.step, schedule.edge) == (430 - 120 - 250, 120 + 250)
+    assert schedule.units["MXU"] == 0
+
+
 def looped():
     """As above, and within the step's own 250 bundles a loop of 220, with two bodies to choose from, 101 and 103."""
     text = bundles().splitlines()
