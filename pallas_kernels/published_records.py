@@ -145,8 +145,9 @@ def gated_delta_buffered_case(name: str, batch: int, ring_size: int = RING_SIZE)
     groups = heads // model.key_heads
     steps = batch * heads // tpu_buffered.heads_per_block(model.key_heads, groups, dim * dim * 4)
     states = batch * _state_bytes(model)
+    label = name if ring_size == RING_SIZE else f"{name}, ring of {ring_size}"
     return Case(
-        "gated_delta", name, "buffered", function,
+        "gated_delta", label, "buffered", function,
         (*inputs, _state(model, batch, RING_LAYERS), *ring, _array(dtype=jnp.int32), rows, rows, rows, rows),
         (5, 6, 7, 8), batch, steps, steps // ring_size,
         states + states // ring_size + (ring_size + 1) * record // 2 + _bytes(*inputs) + batch * heads * dim * 4, 0,
@@ -161,4 +162,5 @@ def record_cases() -> list[Case]:
         *(gated_delta_verify_case(name, 64, tokens) for name in models for tokens in DRAFT_TOKENS),
         *(gated_delta_replay_case(name, 64, tokens) for name in models for tokens in DRAFT_TOKENS[1:]),
         *(gated_delta_buffered_case(name, 64) for name in models),
+        gated_delta_buffered_case(models[0], 64, RING_SIZE // 2),
     ]
