@@ -10,18 +10,21 @@ from jaxhybrid.state.arrays import PoolPlaces
 from jaxhybrid.state.layout import LeafSpec, StateLayout
 from pallas_kernels.partition import Partition
 
+LANES = 128  # of a TPU's registers
+
 
 def parameter_struct(variable: nnx.Variable, partition: Partition | None, platform: str) -> jax.ShapeDtypeStruct:
     """Shape, dtype and sharding of an abstract parameter. Stacked layers have a leading axis without a name.
 
-    A `WholeParam` is row-major on a TPU, for its kernel.
+    On a TPU parameters are row-major, as products want them [out, in], save those whose last dimension is shorter than
+    a register: a compiler left alone lays 2,880 channels along the other side, to pad less, and copies them back.
     """
     where = None
     if partition is not None:
         axes = variable.get_metadata("axes")
         names = (*(None,) * (len(variable.shape) - len(axes)), *axes)
         where = partition.sharding(names, variable.shape)
-    ordered = platform == "tpu" and isinstance(variable, WholeParam)
+    ordered = platform == "tpu" and (variable.shape[-1] >= LANES or isinstance(variable, WholeParam))
     place = row_major(len(variable.shape), where) if ordered else where
     return jax.ShapeDtypeStruct(variable.shape, variable.dtype, sharding=place)
 

@@ -78,6 +78,8 @@ def compile_decode(part: aot.Part, name: str, layers: int, chips: int):
     [
         ("kimi-linear-48b-a3b", 9, 4, {"short_conv", "gated_delta", "latent_attention", "routed_experts"}),
         ("qwen3-next-80b-a3b", 8, 4, {"short_conv", "gated_delta", "paged_attention", "routed_experts"}),
+        ("nemotron-3-nano-30b-a3b", 8, 2, {"short_conv", "ssd", "paged_attention", "routed_experts"}),
+        ("gpt-oss-120b", 4, 4, {"paged_attention", "routed_experts"}),
     ],
 )
 def test_a_decode_loop_runs_in_kernels_and_copies_neither_state_nor_experts(name, layers, chips, operators):
