@@ -72,7 +72,7 @@ def grid_steps(batch: int, tokens: int, channels: int, state_size: int) -> tuple
     blocks = channels // block_channels(tokens, channels, state_size)
     if tokens == 1:
         octets = pl.cdiv(batch, _TILE)
-        return octets * blocks * _TILE, octets * blocks, ()
+        return octets * blocks * min(batch, _TILE), octets * blocks, ()
     return batch * blocks * pl.cdiv(tokens, CHUNK), batch * blocks, (batch * blocks * pl.cdiv(tokens, _TILE),)
 
 
@@ -121,7 +121,7 @@ def _decode(inputs, vectors, constants, state, slots, interpret):
         _decode_kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
-            grid=((batch + padding) // _TILE, channels // width, _TILE),
+            grid=((batch + padding) // _TILE, channels // width, min(batch, _TILE)),
             in_specs=[block, block, of_rows, of_rows, *of_channels, slot(0)],
             out_specs=[block, slot(1)],
             scratch_shapes=[pltpu.VMEM((width // _LANES, _TILE, _LANES), jnp.float32)] * 3
@@ -182,7 +182,7 @@ def _decode_kernel(
         new_state[:, here] = h.astype(new_state.dtype)
         outs[tile, pl.ds(row, 1)] = (h * get).sum(axis=0, keepdims=True)
 
-    @pl.when(row == _TILE - 1)
+    @pl.when(row == pl.num_programs(2) - 1)
     def _():
         for tile, here in enumerate(tiles):
             out[:, here] = outs[tile] + D[:, here] * x[:, here].astype(jnp.float32)

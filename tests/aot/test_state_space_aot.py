@@ -5,7 +5,7 @@ import pytest
 
 from pallas_kernels import aot
 from pallas_kernels.published_case import PREFILL_TOKENS
-from pallas_kernels.published_state_space import SCAN_MODELS, SSD_MODELS, selective_scan_case, ssd_case
+from pallas_kernels.published_state_space import SSD_MODELS, selective_scan_case, ssd_case
 
 pytestmark = pytest.mark.aot
 
@@ -21,8 +21,10 @@ def compile_and_check(part, case):
     return aot.hbm_bytes(compiled) / case.fewest_bytes
 
 
-@pytest.mark.parametrize("model", SSD_MODELS)
-@pytest.mark.parametrize("batch", [1, 256])
+@pytest.mark.parametrize(
+    ("model", "batch"),
+    [("Nemotron 3 Nano 30B", 1), *((model, 64) for model in SSD_MODELS), ("Nemotron 3 Nano 30B", 256)],
+)
 def test_ssd_decode(tpu, model, batch):
     # The vectors of a single row are padded to whole tiles.
     assert compile_and_check(tpu, ssd_case(model, batch, 1)) <= (1.1 if batch > 1 else 1.15)
@@ -37,7 +39,15 @@ def test_ssd_prefill_of_float32_and_of_a_last_chunk_in_part(tpu):
     compile_and_check(tpu, ssd_case("Nemotron 3 Nano 30B", 1, 1000, jnp.float32))
 
 
-@pytest.mark.parametrize("model", SCAN_MODELS)
-@pytest.mark.parametrize(("batch", "tokens"), [(64, 1), (256, 1), (2, PREFILL_TOKENS)])
+@pytest.mark.parametrize(
+    ("model", "batch", "tokens"),
+    [
+        ("Jamba 1.5 Mini", 1, 1),
+        ("Jamba 1.5 Mini", 64, 1),
+        ("Jamba 1.5 Large", 256, 1),
+        ("Jamba 1.5 Large", 2, PREFILL_TOKENS),
+    ],
+)
 def test_selective_scan(tpu, model, batch, tokens):
-    assert compile_and_check(tpu, selective_scan_case(model, batch, tokens)) <= 1.1
+    # The vectors of a single row are padded to eight.
+    assert compile_and_check(tpu, selective_scan_case(model, batch, tokens)) <= (1.1 if batch > 1 else 2)
