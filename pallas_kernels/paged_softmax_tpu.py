@@ -74,6 +74,22 @@ def block_pages(page: int, row_bytes: int, table_width: int, block_bytes: int, m
     return unit * max(1, min(needed, fitting))
 
 
+def grouped(q: Float[Array, "B T Hq d"], groups: int, tokens: int) -> Float[Array, "B N G R d"]:
+    """Queries as `attend` takes them: a group's heads one after the other."""
+    batch, length, heads, dim = q.shape
+    blocks = pl.cdiv(length, tokens)
+    q = jnp.pad(q, [(0, 0), (0, blocks * tokens - length), (0, 0), (0, 0)])
+    q = q.reshape(batch, blocks, tokens, groups, heads // groups, dim).transpose(0, 1, 3, 4, 2, 5)
+    return q.reshape(batch, blocks, groups, -1, dim)
+
+
+def ungrouped(out: Float[Array, "B N G R dv"], tokens: int) -> Float[Array, "B T Hq dv"]:
+    """The result of `attend` with tokens before heads again."""
+    batch, blocks, groups, _, dim = out.shape
+    out = out.reshape(batch, blocks, groups, -1, tokens, dim).transpose(0, 1, 4, 2, 3, 5)
+    return out.reshape(batch, blocks * tokens, -1, dim)
+
+
 def attend(
     q: Float[Array, "B N G R d"],
     k_pages: Float[Array, "L P page G*c*d"],
@@ -88,6 +104,7 @@ def attend(
     value_dim: int,
     together: int = 1,
     sinks: Float[Array, "G R"] | None = None,
+    expansion: Float[Array, "G r _"] | None = None,
     name: str,
     interpret: Any = False,
 ) -> Float[Array, "B N G R dv"]:
@@ -100,6 +117,8 @@ def attend(
         R / c rows of a group use the first of them, and so on. Without `v_pages`, and with one group, values are the
         first `value_dim` lanes of keys.
       sinks: a logit per row that joins its denominator.
+      expansion: without `v_pages`, what the first r lanes of a row are multiplied by to give a group's keys, less the
+        last lanes of `q`, which all groups have from the row, and then values. All groups share the rows.
     """
     batch, blocks, groups, rows, dim = q.shape
     page, width = k_pages.shape[2], page_table.shape[1]
@@ -110,6 +129,7 @@ def attend(
     layout = _Layout(
         steps // cores, parts, blocks, plan, rule, page, keys, width, together, together * dim, together * value_dim
     )
+    shared = expansion is not None
 
     def place(core, step, *_):
         row, part, block = layout.place(core * layout.steps + step)
@@ -120,15 +140,18 @@ def attend(
     if sinks is not None:
         unit = rule.factor / LOG2_E
         operands.append(jnp.broadcast_to(sinks.astype(jnp.float32)[..., None] / unit, (groups, rows, LANES)))
-        specs.append(pl.BlockSpec((plan.groups, rows, LANES), lambda *place_of: (place(*place_of)[2], 0, 0)))
+        specs.append(pl.BlockSpec((plan.groups, rows, LANES), lambda *at: (place(*at)[2], 0, 0)))
+    if expansion is not None:
+        operands.append(expansion)
+        specs.append(pl.BlockSpec((plan.groups, *expansion.shape[1:]), lambda *at: (place(*at)[2], 0, 0)))
     pages = [k_pages] if v_pages is None else [k_pages, v_pages]
-    widths = [plan.groups * each for each in (layout.dim, layout.value_dim)][: len(pages)]
+    widths = [x.shape[3] // (1 if shared else parts) for x in pages]
     most = width * page
     if rule.window is not None:
         most = min(most, pl.cdiv(rule.window + plan.tokens - 1, page) * page)
     reach = batch * blocks * most
     return pl.pallas_call(
-        lambda *refs: _kernel(layout, sinks is not None, len(pages), *refs),
+        lambda *refs: _kernel(layout, sinks is not None, shared, len(pages), *refs),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
             grid=(cores, layout.steps),
@@ -271,16 +294,18 @@ class _Fetch:
         for number, (array, buffer) in enumerate(zip(self._arrays, self._buffers, strict=True)):
             width = buffer.shape[-1]
             source = array.at[self._layer, page_id]
-            if self._layout.parts > 1:
+            if array.shape[-1] != width:
                 source = source.at[:, pl.ds(pl.multiple_of(span.part * width, LANES), width)]
             target = buffer.at[slot, pl.ds(pl.multiple_of(place * page, page), page)]
             yield pltpu.make_async_copy(source, target, self._semaphores.at[number, slot])
 
 
-def _kernel(layout: _Layout, with_sinks: bool, arrays: int, layer, table, starts, lengths, q, *refs):
+def _kernel(layout: _Layout, with_sinks: bool, expands: bool, arrays: int, layer, table, starts, lengths, q, *refs):
     """Blocks: q, out [g, R, d]; sinks, highest, total [g, R, 128], of which total has lanes still to be added up;
+    expansion [g, r, _];
     sums [g, R, c dv]; wide [g, R, c d]; buffers [2, S, g c d]."""
     sinks, refs = (refs[0], refs[1:]) if with_sinks else (None, refs)
+    expansion, refs = (refs[0], refs[1:]) if expands else (None, refs)
     pages, out, buffers = refs[:arrays], refs[arrays], refs[arrays + 1 : 2 * arrays + 1]
     highest, total, sums, *wide, kept_slot, semaphores = refs[2 * arrays + 1 :]
     step = pl.program_id(1)
@@ -314,7 +339,8 @@ def _kernel(layout: _Layout, with_sinks: bool, arrays: int, layer, table, starts
             fetch.start(ahead, jnp.where(last, 0, index + 1), 1 - slot)
 
         fetch.wait(span, index, slot)
-        attend = functools.partial(_attend_block, layout, span, index, slot, q, buffers, highest, total, sums)
+        operands = (q, buffers, expansion, highest, total, sums)
+        attend = functools.partial(_attend_block, layout, span, index, slot, *operands)
         start = span.begin + index * layout.keys
         if layout.plan.tokens == 1:
             _clear_after(buffers[-1], slot, span.end - start)
@@ -378,17 +404,17 @@ def _clear_after(buffer, slot, left) -> None:
         buffer[slot, here] = jnp.where(row < left, values, jnp.zeros_like(values))
 
 
-def _attend_block(layout: _Layout, span: _Span, index, slot, q, buffers, highest, total, sums, *, masked) -> None:
-    groups, rows, dim = q.shape
-    keys, rule, value_dim = layout.keys, layout.rule, layout.value_dim
+def _attend_block(
+    layout: _Layout, span: _Span, index, slot, q, buffers, expansion, highest, total, sums, *, masked
+) -> None:
+    groups, rows, _ = q.shape
+    keys, rule = layout.keys, layout.rule
     options: Any = {"preferred_element_type": jnp.float32}
     if q.dtype == jnp.float32:
         options["precision"] = "highest"
     # Every step for all groups before the next one: a product's result comes long after it was asked for.
-    scores = [
-        jax.lax.dot_general(q[g], buffers[0][slot, :, g * dim : (g + 1) * dim], (((1,), (1,)), ((), ())), **options)
-        for g in range(groups)
-    ]
+    stored = [_keys_and_values(layout, buffers, slot, expansion, g, options) for g in range(groups)]
+    scores = [jax.lax.dot_general(q[g], key, (((1,), (1,)), ((), ())), **options) for g, (key, _) in enumerate(stored)]
     if rule.cap_factor is not None:
         scores = [jnp.tanh(s * rule.cap_factor) for s in scores]
     if masked:
@@ -398,14 +424,28 @@ def _attend_block(layout: _Layout, span: _Span, index, slot, q, buffers, highest
     after = [jnp.maximum(old, s.max(axis=1, keepdims=True)) for old, s in zip(before, scores, strict=True)]
     weights = [jnp.exp2((s - _spread(m, keys)) * rule.factor) for s, m in zip(scores, after, strict=True)]
     shrink = [jnp.exp2((old - new) * rule.factor) for old, new in zip(before, after, strict=True)]
-    values = buffers[-1]
-    for g in range(groups):
+    for g, (_, value) in enumerate(stored):
         tiles = [weights[g][:, lane : lane + LANES] for lane in range(0, keys, LANES)]
         total[g] = total[g] * shrink[g] + sum(tiles[1:], tiles[0])
         highest[g] = after[g]
-        value = values[slot, :, g * value_dim : (g + 1) * value_dim]
         update = jnp.dot(weights[g].astype(value.dtype), value, **options)
-        sums[g] = sums[g] * _spread(shrink[g], value_dim) + update
+        sums[g] = sums[g] * _spread(shrink[g], layout.value_dim) + update
+
+
+def _keys_and_values(layout: _Layout, buffers, slot, expansion, group: int, options):
+    """A group's keys [S, d] and values [S, dv] of a block."""
+    dim, value_dim = layout.dim, layout.value_dim
+    if expansion is None:
+        keys = buffers[0][slot, :, group * dim : (group + 1) * dim]
+        return keys, buffers[-1][slot, :, group * value_dim : (group + 1) * value_dim]
+    rank = expansion.shape[1]
+    latents = buffers[0][slot, :, :rank]
+    both = jnp.dot(latents, expansion[group], **options).astype(latents.dtype)
+    own = both.shape[1] - value_dim
+    keys = both[:, :own]
+    if dim > own:
+        keys = jnp.concatenate([keys, buffers[0][slot, :, rank:]], axis=1)
+    return keys, both[:, own:]
 
 
 def _visible(layout: _Layout, span: _Span, index, rows: int):

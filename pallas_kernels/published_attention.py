@@ -139,9 +139,12 @@ def latent_attention_case(name: str, batch: int, tokens: int, dtype: Any = jnp.b
         out, pages = latent_attention.latent_attention(q_nope, q_rope, *rest, scale=scale)
         return out.reshape(*out.shape[:2], -1), pages
 
-    cut = latent_tpu.plan(tokens, heads, width, pages.dtype.itemsize, PAGE, CONTEXT // PAGE)
+    parts = heads if latent_tpu.expands(tokens, model.nope, model.value, model.rank) else 1
+    cut = latent_tpu.plan(tokens, heads // parts, width, pages.dtype.itemsize, PAGE, CONTEXT // PAGE)
+    # Of the form that takes fewer: absorbed for one token, keys and values of each head for many.
+    work = width + model.rank if tokens == 1 else model.nope + model.rope + model.value
     form = {
-        "batch": batch, "tokens": tokens, "cut": cut, "window": None, "parts": 1, "work": heads * (width + model.rank),
+        "batch": batch, "tokens": tokens, "cut": cut, "window": None, "parts": parts, "work": heads * work,
         "bytes": _bytes(*queries, *rows, *rows, *weights, array(batch, tokens, heads * model.value))
         + batch * CONTEXT * width * pages.dtype.itemsize,
     }  # fmt: skip

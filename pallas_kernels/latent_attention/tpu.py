@@ -1,14 +1,18 @@
-"""Latent attention on TPU, absorbed: queries and outputs move into latent space, where all heads share a stored row as
-their key, and its latent as their value. A row is fetched once for both."""
+"""Latent attention on TPU, in the cheaper of two forms; rows are fetched once for keys and values.
+
+Absorbed: queries and outputs move into latent space, where all heads share a stored row as their key and its latent as
+their value. Expanded, for many tokens: each block's latents become a head's keys and values in VMEM, once for all
+tokens of a grid step.
+"""
 
 from typing import Any
 
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import paged_softmax_tpu as softmax
 from pallas_kernels import paging
+from pallas_kernels.latent_attention.xla import expansion_pays
 
 # Rows of a step's matrix of queries: heads x tokens.
 _ROWS = 1024
@@ -26,11 +30,17 @@ def accepts(
     return softmax.refusal((pages,), page_table, options.get("max_length"))
 
 
+def expands(tokens: int, nope_dim: int, value_dim: int, rank: int) -> bool:
+    """Whether a call of so many tokens a row takes the expanded form."""
+    tiled = nope_dim % softmax.LANES == 0 and value_dim % softmax.LANES == 0
+    return tiled and expansion_pays(min(tokens, _ROWS), nope_dim, value_dim, rank)
+
+
 def plan(tokens: int, heads: int, row_width: int, itemsize: int, page: int, width: int) -> softmax.Plan:
-    """How a call of these sizes is cut."""
+    """How a call is cut whose steps take so many heads together: all of them, or one, where latents are expanded."""
     most = max(1, 1 << (_ROWS // heads).bit_length() - 1)
     block = min(1 << (tokens - 1).bit_length(), most)
-    reach = _BLOCK_TOKENS if heads * block <= _ROWS // 4 else _BLOCK_TOKENS // 2
+    reach = _BLOCK_TOKENS if heads * block <= _ROWS // 4 else _BLOCK_TOKENS // 4
     return softmax.Plan(block, 1, softmax.block_pages(page, row_width * itemsize, width, _BLOCK_BYTES, reach))
 
 
@@ -52,18 +62,15 @@ def latent_attention(
     interpret: Any = False,
 ) -> tuple[Float[Array, "B T H dv"], Float[Array, "L P page r+dr"]]:
     """As `pallas_kernels.latent_attention.latent_attention`; `interpret` as of `pallas_call`."""
-    (batch, tokens, heads, _), rank = q_nope.shape, latent.shape[2]
+    (_, tokens, heads, nope_dim), (_, value_dim, rank) = q_nope.shape, w_v.shape
     new_rows = jnp.concatenate([latent, k_rope], axis=-1)
     pages = paging.write_rows(pages, new_rows, layer, page_table, starts, lengths)
-    cut = plan(tokens, heads, pages.shape[3], pages.dtype.itemsize, pages.shape[2], page_table.shape[1])
-    q_nope, q_rope = paging.zero_padding(q_nope, lengths), paging.zero_padding(q_rope, lengths)
-    absorbed = jnp.einsum("bthd,hdr->bthr", q_nope, w_k)
-    q = jnp.concatenate([absorbed, q_rope], axis=-1).astype(pages.dtype)
-    blocks = pl.cdiv(tokens, cut.tokens)
-    q = jnp.pad(q, [(0, 0), (0, blocks * cut.tokens - tokens), (0, 0), (0, 0)])
-    q = q.reshape(batch, blocks, cut.tokens, heads, -1).transpose(0, 1, 3, 2, 4)
+    expand = expands(tokens, nope_dim, value_dim, rank)
+    groups = heads if expand else 1
+    cut = plan(tokens, heads // groups, pages.shape[3], pages.dtype.itemsize, pages.shape[2], page_table.shape[1])
+    first = q_nope if expand else jnp.einsum("bthd,hdr->bthr", q_nope, w_k)
     out = softmax.attend(
-        q.reshape(batch, blocks, 1, heads * cut.tokens, -1),
+        softmax.grouped(jnp.concatenate([first, q_rope], axis=-1).astype(pages.dtype), groups, cut.tokens),
         pages,
         None,
         layer,
@@ -72,10 +79,12 @@ def latent_attention(
         lengths,
         cut,
         softmax.rules(scale),
-        value_dim=rank,
+        value_dim=value_dim if expand else rank,
+        expansion=jnp.concatenate([w_k, w_v], axis=1).transpose(0, 2, 1).astype(pages.dtype) if expand else None,
         name="latent_attention_decode" if tokens == 1 else "latent_attention_prefill",
         interpret=interpret,
     )
-    out = out.reshape(batch, blocks, heads, cut.tokens, rank).transpose(0, 1, 3, 2, 4)
-    out = jnp.einsum("bthr,hvr->bthv", out.reshape(batch, -1, heads, rank)[:, :tokens], w_v)
-    return paging.zero_padding(out, lengths).astype(q_nope.dtype), pages
+    out = softmax.ungrouped(out, cut.tokens)[:, :tokens]
+    if not expand:
+        out = jnp.einsum("bthr,hvr->bthv", out, w_v)
+    return (out if tokens == 1 else paging.zero_padding(out, lengths)).astype(q_nope.dtype), pages

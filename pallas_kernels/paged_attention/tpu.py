@@ -7,7 +7,6 @@ heads' lanes, and takes its own head's part of the output. The matrix unit would
 from typing import Any
 
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import paged_softmax_tpu as softmax
@@ -78,7 +77,7 @@ def paged_attention(
     cut = plan(tokens, heads, kv_heads, dim, value_dim, k_pages.dtype.itemsize, page, width, window)
     together = heads_together(kv_heads, dim, value_dim)
     out = softmax.attend(
-        _grouped(q.astype(k_pages.dtype), kv_heads // together, cut.tokens),
+        softmax.grouped(q.astype(k_pages.dtype), kv_heads // together, cut.tokens),
         k_pages,
         v_pages,
         layer,
@@ -93,21 +92,6 @@ def paged_attention(
         name="paged_attention_decode" if tokens == 1 else "paged_attention_prefill",
         interpret=interpret,
     )
-    out = _ungrouped(out, cut.tokens)[:, :tokens].astype(q.dtype)
+    out = softmax.ungrouped(out, cut.tokens)[:, :tokens].astype(q.dtype)
     # A row without tokens is 0 already.
     return out if tokens == 1 else paging.zero_padding(out, lengths), k_pages, v_pages
-
-
-def _grouped(q: Float[Array, "B T Hq d"], groups: int, tokens: int) -> Float[Array, "B N G R d"]:
-    """Queries as `softmax.attend` takes them: a group's heads one after the other."""
-    batch, length, heads, dim = q.shape
-    blocks = pl.cdiv(length, tokens)
-    q = jnp.pad(q, [(0, 0), (0, blocks * tokens - length), (0, 0), (0, 0)])
-    q = q.reshape(batch, blocks, tokens, groups, heads // groups, dim).transpose(0, 1, 3, 4, 2, 5)
-    return q.reshape(batch, blocks, groups, -1, dim)
-
-
-def _ungrouped(out: Float[Array, "B N G R dv"], tokens: int) -> Float[Array, "B T Hq dv"]:
-    batch, blocks, groups, _, dim = out.shape
-    out = out.reshape(batch, blocks, groups, -1, tokens, dim).transpose(0, 1, 4, 2, 3, 5)
-    return out.reshape(batch, blocks * tokens, -1, dim)

@@ -22,16 +22,16 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(tpu, "_BLOCK_TOKENS", 128)
 
 
-def make_call(tokens, starts, lengths, rope=20, dtype=jnp.float32):
+def make_call(tokens, starts, lengths, rope=20, dtype=jnp.float32, nope=NOPE, value=VALUE):
     case = PagedCase(starts, lengths, tokens, PAGE, WIDTH)
-    new = (case.rows(*shape, dtype=dtype) for shape in ((HEADS, NOPE), (HEADS, rope), (RANK,), (rope,)))
-    weights = (jnp.asarray(case.rng.standard_normal((HEADS, dim, RANK)) * RANK**-0.5, dtype) for dim in (NOPE, VALUE))
+    new = (case.rows(*shape, dtype=dtype) for shape in ((HEADS, nope), (HEADS, rope), (RANK,), (rope,)))
+    weights = (jnp.asarray(case.rng.standard_normal((HEADS, dim, RANK)) * RANK**-0.5, dtype) for dim in (nope, value))
     return (*new, *weights, case.pages(RANK + rope, dtype), *case.numbers())
 
 
-def check(call, run=kernel, atol=2e-5):
+def check(call, run=kernel, right=expected, atol=2e-5):
     """Agrees with the reference, in pages to the bit."""
-    (out, pages), (right, right_pages) = run(*call), expected(*call)
+    (out, pages), (right, right_pages) = run(*call), right(*call)
     assert np.isfinite(np.asarray(out, np.float32)).all()
     np.testing.assert_allclose(np.asarray(out, np.float32), np.asarray(right, np.float32), atol=atol, rtol=0)
     np.testing.assert_array_equal(np.asarray(pages, np.float32), np.asarray(right_pages, np.float32))
@@ -55,6 +55,21 @@ def test_blocks_of_queries(monkeypatch):
     monkeypatch.setattr(tpu, "_ROWS", 64)
     run = jax.jit(functools.partial(tpu.latent_attention, scale=0.2, interpret=pltpu.InterpretParams()))
     check(make_call(70, [0, 127, 40], [64, 70, 1]), run)
+
+
+@pytest.mark.parametrize(("rope", "value"), [(64, 128), (0, 256)])
+def test_expanded_latents(rope, value, monkeypatch):
+    monkeypatch.setattr(tpu, "expansion_pays", lambda *_: True)
+    monkeypatch.setattr(tpu, "_ROWS", 32)
+    run = jax.jit(functools.partial(tpu.latent_attention, scale=0.1, interpret=pltpu.InterpretParams()))
+    call = make_call(70, [0, 127, 40, 300], [64, 70, 1, 0], rope, nope=128, value=value)
+    check(call, run, right=jax.jit(functools.partial(reference.latent_attention, scale=0.1)))
+
+
+def test_the_form_goes_by_tokens_and_widths():
+    assert not tpu.expands(1, 128, 128, 512)
+    assert tpu.expands(2048, 128, 128, 512)
+    assert not tpu.expands(2048, 64, 128, 512)
 
 
 @pytest.mark.parametrize("tokens", [1, 20])
