@@ -1,16 +1,18 @@
-"""Published models' shapes for Mamba-2's forms on update records: verify, replay, buffered decode."""
+"""Published models' shapes for Mamba-2's other forms: prefill with checkpoints, verify, replay, buffered decode."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.published_case import LAYERS, Case
+from pallas_kernels.published_case import LAYERS, PREFILL_TOKENS, Case
 from pallas_kernels.published_state_space import SSD_MODELS, SsdModel
+from pallas_kernels.ssd import ssd, tpu_prefill
 from pallas_kernels.ssd.buffered import buffered
 from pallas_kernels.ssd.records import SsdRecords
 from pallas_kernels.ssd.replay import replay
 from pallas_kernels.ssd.tpu_decode import heads_per_block
+from pallas_kernels.ssd.tpu_sums import CHUNK
 from pallas_kernels.ssd.verify import verify
 
 # Rings of few layers would fit into VMEM, where the compiler then moves them whole.
@@ -117,6 +119,31 @@ def ssd_buffered_case(name: str, batch: int, ring_size: int = RING_SIZE) -> Case
         (6, 7, 8, 9), batch, _steps(model, batch), _steps(model, batch) // ring_size,
         states + states // ring_size + (ring_size + 1) * record // 2 + _bytes(*inputs)
         + batch * model.heads * model.head_dim * 4, 0, rare=True,
+    )  # fmt: skip
+
+
+def ssd_checkpoints_case(name: str, batch: int, tokens: int = PREFILL_TOKENS, checkpoints: int = 4) -> Case:
+    """A prefill that keeps the states of so many boundaries besides its end."""
+    model = SSD_MODELS[name]
+    inputs, rows = _inputs(model, batch, tokens), _array(batch, dtype=jnp.int32)
+    numbers = _array(batch, checkpoints, dtype=jnp.int32)
+
+    def function(*arguments):
+        *inputs, state, layer, reads, writes, lengths, kept_lengths, kept_slots = arguments
+        options = {"checkpoint_lengths": kept_lengths, "checkpoint_slots": kept_slots}
+        out, state = ssd(*_by_head(model, *inputs), state, layer, reads, writes, lengths, **options)
+        return out.reshape(*out.shape[:2], -1), state
+
+    steps = batch * model.heads // tpu_prefill.heads_per_block(
+        model.heads, model.groups, model.head_dim, model.state_size, 2
+    ) * -(-tokens // CHUNK)  # fmt: skip
+    return Case(
+        "ssd", name, "prefill", function,
+        (*inputs, _state(model, batch), _array(dtype=jnp.int32), rows, rows, rows, numbers, numbers), len(inputs),
+        batch * tokens, steps, 0,
+        (2 + checkpoints) * batch * _state_bytes(model) + _bytes(*inputs)
+        + batch * tokens * model.heads * model.head_dim * 4,
+        batch * tokens * model.heads * model.head_dim * (CHUNK // 2 + 2 * model.state_size),
     )  # fmt: skip
 
 

@@ -14,17 +14,16 @@ def accepts(
 ) -> str | None:
     """Why the kernels cannot run these arguments of `ssd`, or None."""
     (heads, head_dim), (groups, width) = x.shape[2:], B.shape[2:]
+    chunked = x.shape[1] > 1 or checkpoint_lengths is not None
     if width % 128:
         return f"state_size {width} is not a multiple of 128"
     if head_dim % TILE and (TILE % head_dim or head_dim < 16):
         return f"head_dim {head_dim} is not 16, 32, 64 or a multiple of {TILE}"
     if heads // groups * head_dim % TILE:
         return f"{heads // groups} heads of {head_dim} a group are not a multiple of {TILE}"
-    if x.shape[1] > 1 and head_dim % CHUNK:
+    if chunked and head_dim % CHUNK:
         return f"head_dim {head_dim} is not a multiple of {CHUNK}, for several tokens"
-    if checkpoint_lengths is not None:
-        return "it keeps no state but the last"
-    if x.shape[1] > 1 and heads // groups % 2:
+    if chunked and heads // groups % 2:
         return f"{heads // groups} heads a group are not even, for several tokens"
     return None
 
@@ -42,12 +41,17 @@ def ssd(
     write_slots: Int[Array, " B"],
     lengths: Int[Array, " B"],
     *,
+    checkpoint_lengths: Int[Array, "B M"] | None = None,
+    checkpoint_slots: Int[Array, "B M"] | None = None,
     interpret: Any = False,
 ) -> tuple[Float[Array, "B T H P"], Float[Array, "L S H P N"]]:
     """Arguments and result as in `pallas_kernels.ssd.ssd`; `interpret` as of `pallas_call`."""
     slots = (layer, read_slots, write_slots, lengths)
-    if x.shape[1] > 1:
-        return tpu_prefill.prefill(x, dt, A, B, C, D, state, *slots, interpret=interpret)
+    checkpoints = None
+    if checkpoint_lengths is not None and checkpoint_slots is not None:
+        checkpoints = checkpoint_lengths, checkpoint_slots
+    if x.shape[1] > 1 or checkpoints is not None:
+        return tpu_prefill.prefill(x, dt, A, B, C, D, state, *slots, checkpoints, interpret=interpret)
     token = (x[:, 0], dt[:, 0], A, B[:, 0], C[:, 0], D)
     out, state = tpu_decode.decode(*token, state, *slots, interpret=interpret)
     return out[:, None], state

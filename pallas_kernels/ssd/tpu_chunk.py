@@ -43,7 +43,7 @@ def chunk(block: Block, sums: Sums) -> None:
     pairs, width, _ = block.h.shape
     exact = block.x.dtype == jnp.float32
     row, lane = (jax.lax.broadcasted_iota(jnp.int32, (CHUNK, LANES), axis) for axis in (0, 1))
-    tokens = _Tokens(block, sums, row == lane % CHUNK, _Dot(exact))
+    tokens = _Tokens(block, sums, row == lane % CHUNK, Dot(exact))
     valid = jax.lax.broadcasted_iota(jnp.int32, (CHUNK, 1), 0) < block.left
     groups: list[_Group] = []
     for first in range(0, block.B.shape[1], width):
@@ -80,7 +80,7 @@ class _Group:
 class _Tokens:
     """The steps of a pair of heads."""
 
-    def __init__(self, block: Block, sums: Sums, diagonal: Any, dot: "_Dot") -> None:
+    def __init__(self, block: Block, sums: Sums, diagonal: Any, dot: "Dot") -> None:
         self._block, self._sums, self._diagonal, self.dot = block, sums, diagonal, dot
         lanes = block.h.shape[2]
         row, lane = (jax.lax.broadcasted_iota(jnp.int32, (CHUNK, lanes), axis) for axis in (0, 1))
@@ -107,7 +107,7 @@ class _Tokens:
         h[pair] = self._sums.total[pair : pair + 1] * h[pair] + product[CHUNK:]
 
 
-class _Dot:
+class Dot:
     """Products over the given axes of float32 factors if exact, else of bfloat16 ones, summed in float32."""
 
     def __init__(self, exact: bool) -> None:

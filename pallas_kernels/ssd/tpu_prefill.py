@@ -7,6 +7,8 @@ along lanes. Chunks beyond a row's length are neither fetched nor computed.
 Products take bfloat16 factors where x came as bfloat16, else float32 ones; sums and states are float32.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.ssd import tpu_chunk, tpu_sums
+from pallas_kernels.ssd import tpu_checkpoints, tpu_chunk, tpu_sums
 from pallas_kernels.ssd.tpu_sums import CHUNK, LANES
 
 # States of one grid step, in and out, are in VMEM twice each, and once more to be computed on.
@@ -49,10 +51,12 @@ def prefill(
     read_slots: Int[Array, " B"],
     write_slots: Int[Array, " B"],
     lengths: Int[Array, " B"],
+    checkpoints: tuple[Int[Array, "B M"], Int[Array, "B M"]] | None = None,
     *,
     interpret: Any = False,
 ) -> tuple[Float[Array, "B T H P"], Float[Array, "L S H P N"]]:
-    """Arguments and result as in `pallas_kernels.ssd.ssd`; `interpret` as of `pallas_call`."""
+    """Arguments and result as in `pallas_kernels.ssd.ssd`; `checkpoints` are lengths and slots, `interpret` as of
+    `pallas_call`."""
     batch, tokens, heads, head_dim = x.shape
     groups, width = B.shape[2:]
     size = heads_per_block(heads, groups, head_dim, width, x.dtype.itemsize)
@@ -70,7 +74,7 @@ def prefill(
         """Of a chunk's tokens and a block's heads or groups, side by side."""
         return pl.BlockSpec(
             (None, CHUNK, width),
-            lambda row, block, chunk, layer, read, write, lengths: (
+            lambda row, block, chunk, layer, read, write, lengths, *_: (
                 row,
                 current(chunk, lengths, row),
                 block // sharing,
@@ -81,7 +85,7 @@ def prefill(
         """Of the chunk number of(chunk), and of its neighbour: all lanes of a register."""
         return pl.BlockSpec(
             (None, size, LANES),
-            lambda row, block, chunk, layer, read, write, lengths: (
+            lambda row, block, chunk, layer, read, write, lengths, *_: (
                 row, block, current(of(chunk), lengths, row) // (LANES // CHUNK)
             ),
         )  # fmt: skip
@@ -106,12 +110,23 @@ def prefill(
 
     dt = jnp.pad(dt.astype(jnp.float32), [(0, 0), (0, -tokens % LANES), (0, 0)]).swapaxes(1, 2)
     states = state.reshape(*state.shape[:2], heads * head_dim, width)
+    kernel: Callable[..., None] = _kernel
+    targets: list[Array] = []
+    own_dt: list[Array] = []
+    out_slot, kept = slot(1), []
+    if checkpoints is not None:
+        # The states of a row go to several slots: by copies rather than as an output's blocks.
+        kernel = functools.partial(tpu_checkpoints.kernel, _kernel, checkpoints[0].shape[1])
+        targets, own_dt = [v.reshape(-1) for v in checkpoints], [dt]
+        out_slot = pl.BlockSpec(memory_space=pl.ANY)
+        kept = [pltpu.VMEM((size * head_dim, width), state.dtype), pltpu.SemaphoreType.DMA]
     out, states = pl.pallas_call(
-        _kernel,
+        kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=4,
+            num_scalar_prefetch=4 + len(targets),
             grid=(batch, blocks, chunks),
             in_specs=[
+                *(steps(lambda chunk: chunk) for _ in own_dt),
                 vectors(size * head_dim, 1),
                 steps(lambda _: 0),
                 steps(lambda chunk: chunk + 1),
@@ -122,22 +137,27 @@ def prefill(
                 *whole,
                 slot(0),
             ],
-            out_specs=[vectors(size * head_dim, 1), slot(1)],
+            out_specs=[vectors(size * head_dim, 1), out_slot],
             scratch_shapes=[
                 pltpu.VMEM((pairs, width, 2 * head_dim), jnp.float32),
                 *tpu_sums.scratch(pairs, 2 * head_dim, exact),
+                *kept,
             ],
         ),
         out_shape=[
             jax.ShapeDtypeStruct((batch, padded_tokens, heads * head_dim), jnp.float32),
             jax.ShapeDtypeStruct(states.shape, states.dtype),
         ],
-        input_output_aliases={13: 1},
+        input_output_aliases={13 + len(targets) + len(own_dt): 1},
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
         cost_estimate=pl.CostEstimate(
             flops=2 * x.size * (CHUNK + 2 * width),
             transcendentals=dt.size * 2 * CHUNK,
-            bytes_accessed=2 * batch * heads * head_dim * width * state.dtype.itemsize
+            bytes_accessed=(2 * batch + (targets[0].size if targets else 0))
+            * heads
+            * head_dim
+            * width
+            * state.dtype.itemsize
             + sum(v.size * v.dtype.itemsize for v in (x, dt, B, C))
             + x.size * 4,
         ),
@@ -145,7 +165,8 @@ def prefill(
         name="ssd_prefill",
     )(
         jnp.asarray(layer, jnp.int32).reshape(1),
-        *(v.astype(jnp.int32) for v in (read_slots, write_slots, lengths)),
+        *(v.astype(jnp.int32) for v in (read_slots, write_slots, lengths, *targets)),
+        *own_dt,
         flat(x),
         dt,
         dt,

@@ -9,7 +9,12 @@ from pallas_kernels.published_records import (
     gated_delta_replay_case,
     gated_delta_verify_case,
 )
-from pallas_kernels.published_ssd_records import ssd_buffered_case, ssd_replay_case, ssd_verify_case
+from pallas_kernels.published_ssd_records import (
+    ssd_buffered_case,
+    ssd_checkpoints_case,
+    ssd_replay_case,
+    ssd_verify_case,
+)
 
 pytestmark = pytest.mark.aot
 
@@ -82,3 +87,7 @@ def test_ssd_replay(tpu, model, batch, tokens):
 def test_ssd_buffered(tpu, model, batch):
     """The whole ring goes in and out."""
     compile_and_check(tpu, ssd_buffered_case(model, batch), 1.3)
+
+
+def test_ssd_prefill_with_checkpoints(tpu):
+    compile_and_check(tpu, ssd_checkpoints_case("Nemotron 3 Nano 30B", 2))

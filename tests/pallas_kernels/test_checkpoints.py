@@ -14,7 +14,8 @@ from pallas_kernels.short_conv import reference as short_conv_reference
 from pallas_kernels.short_conv import tpu as short_conv_tpu
 from pallas_kernels.short_conv import xla as short_conv_xla
 from pallas_kernels.ssd import reference as ssd_reference
-from pallas_kernels.ssd import ssd
+from pallas_kernels.ssd import tpu as ssd_tpu
+from pallas_kernels.ssd import xla as ssd_xla
 
 DELTA = {
     "xla": jax.jit(xla.gated_delta),
@@ -98,25 +99,33 @@ def test_xla_copies_no_state_array(batch):
     assert compiled.memory_analysis().temp_size_in_bytes < state.size * 4 / 10
 
 
-def test_ssd():
-    """Two in one chunk of 32, at a chunk's edges, at a row's end, none; NaN in padding."""
+SSD = {
+    "xla": jax.jit(ssd_xla.ssd),
+    "tpu": jax.jit(functools.partial(ssd_tpu.ssd, interpret=pltpu.InterpretParams())),
+}
+
+
+@pytest.mark.parametrize("implementation", SSD)
+def test_ssd(implementation):
+    """Two in one chunk, at edges of chunks of 32 and 64, at a row's end, none; NaN in padding."""
+    run = SSD[implementation]
     rng = np.random.default_rng(0)
     normal = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)  # noqa: E731
     lengths = [70, 64, 33]
     padding = np.arange(70) >= np.array(lengths)[:, None]
     x, dt, B, C = (v.at[padding].set(jnp.nan) for v in (
-        normal(3, 70, 4, 12), jax.nn.softplus(normal(3, 70, 4)), normal(3, 70, 2, 10), normal(3, 70, 2, 10),
+        normal(3, 70, 4, 64), jax.nn.softplus(normal(3, 70, 4)), normal(3, 70, 2, 128) / 8, normal(3, 70, 2, 128) / 8,
     ))  # fmt: skip
-    arguments = (x, dt, -jnp.exp(normal(4)), B, C, normal(4), normal(2, 12, 4, 12, 10), 1)
+    arguments = (x, dt, -jnp.exp(normal(4)), B, C, normal(4), normal(2, 12, 4, 64, 128), 1)
     integers = tuple(map(jnp.array, ([3, 3, 5], [2, 1, 5], lengths)))
     checkpoints = {
-        "checkpoint_lengths": jnp.array([[1, 31], [32, 64], [33, 0]]),
+        "checkpoint_lengths": jnp.array([[1, 65], [32, 64], [33, 0]]),
         "checkpoint_slots": jnp.array([[4, 6], [8, 11], [7, 0]]),
     }
-    y, got = jax.jit(ssd)(*arguments, *integers, **checkpoints)
+    y, got = run(*arguments, *integers, **checkpoints)
     right_y, right = jax.jit(ssd_reference.ssd)(*arguments, *integers, **checkpoints)
     np.testing.assert_allclose(np.array(y)[~padding], np.array(right_y)[~padding], atol=1e-5, rtol=1e-5)
     np.testing.assert_allclose(got, right, atol=1e-5, rtol=1e-5)
-    _, ended = jax.jit(ssd)(*arguments, *integers[:2], jnp.array([31, 32, 33]))
+    _, ended = run(*arguments, *integers[:2], jnp.array([65, 32, 33]))
     for row, slot in enumerate((6, 8, 7)):
         np.testing.assert_allclose(got[1, slot], ended[1, integers[1][row]], atol=1e-5, rtol=1e-5)
