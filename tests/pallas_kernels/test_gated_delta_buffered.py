@@ -116,6 +116,7 @@ def test_many_steps_are_plain_decode(implementation, kind):
     np.testing.assert_allclose(state[1, slots], right_state[1, jnp.array([3, 1, 5])], atol=5e-6, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_heads_in_several_blocks(monkeypatch):
     monkeypatch.setattr(tpu_buffered, "heads_per_block", lambda *_: 1)
     run = jax.jit(functools.partial(tpu_buffered.buffered, interpret=pltpu.InterpretParams()))
@@ -124,6 +125,7 @@ def test_heads_in_several_blocks(monkeypatch):
     check(run, make_inputs("per_channel", 1, key_heads=2), ring, reads, writes, cursors, [1, 1, 1])
 
 
+@pytest.mark.slow
 def test_two_cores_share_the_rows_without_a_race(capfd):
     params = pltpu.InterpretParams(num_cores_or_threads=2, detect_races=True, random_seed=4)
     run = jax.jit(functools.partial(tpu_buffered.buffered, interpret=params))

@@ -89,6 +89,7 @@ def test_verify(implementation):
         check_verify(implementation, poisoned(make_inputs(decay_scale=decay_scale), lengths), [3, 1, 3], lengths)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("tokens", [1, 16])
 def test_verify_of_other_numbers_of_tokens(implementation, tokens):
@@ -112,6 +113,7 @@ def test_replay_ignores_what_was_not_accepted(implementation):
     np.testing.assert_array_equal(state[1, 6], make_state()[1, 3])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_replay_of_several_chunks(implementation):
     records = make_records(35, decay_scale=0.1)
@@ -176,6 +178,7 @@ def test_one_buffered_step(implementation):
             check_buffered(BUFFERED[implementation], inputs, ring, reads, writes, cursors, lengths)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heads", [2, 4])
 def test_buffered_heads_in_several_blocks(heads, monkeypatch):
     """Half a group a block, and a group."""
