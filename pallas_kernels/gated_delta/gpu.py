@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.triton_checkpoints import run, segments
 from pallas_kernels.triton_maths import at_and_before, decay_between, dot, running_sums
 
 CHUNK = 16
@@ -24,13 +25,11 @@ VALUE_BLOCK = 32
 _KEY_BLOCK = 32
 
 
-def accepts(q: Array, k: Array, v: Array, *_: Any, checkpoint_lengths: Array | None = None, **__: Any) -> str | None:
+def accepts(q: Array, k: Array, v: Array, *_: Any, **__: Any) -> str | None:
     """Why the kernels cannot run these arguments of `gated_delta`, or None."""
     for name, width in (("key_head_dim", q.shape[3]), ("value_head_dim", v.shape[3])):
         if width not in (32, 64, 128, 256):
             return f"{name} {width} is not 32, 64, 128 or 256"
-    if checkpoint_lengths is not None:
-        return "it keeps no state but the last"
     return None
 
 
@@ -46,12 +45,16 @@ def gated_delta(
     write_slots: Int[Array, " B"],
     lengths: Int[Array, " B"],
     *,
+    checkpoint_lengths: Int[Array, "B M"] | None = None,
+    checkpoint_slots: Int[Array, "B M"] | None = None,
     interpret: Any = False,
 ) -> tuple[Float[Array, "B T Hv dv"], Float[Array, "L N Hv dk dv"]]:
     """Arguments and result as in `pallas_kernels.gated_delta.gated_delta`; `interpret` as of `pallas_call`."""
     batch, tokens, value_heads, value_dim = v.shape
     key_dim = q.shape[3]
-    kernel, padding = (_decode, 0) if tokens == 1 else (_prefill, -tokens % CHUNK)
+    one = tokens == 1 and checkpoint_lengths is None
+    kernel, padding = (_decode, 0) if one else (_prefill, -tokens % CHUNK)
+    rows = (write_slots, lengths) if one else segments(lengths, write_slots, checkpoint_lengths, checkpoint_slots)
     arrays = [jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2)) for x in (q, k, v, log_decay, beta)]
     states = batch * value_heads * key_dim * value_dim
     out, state = pl.pallas_call(
@@ -62,7 +65,7 @@ def gated_delta(
             jax.ShapeDtypeStruct(state.shape, state.dtype),
         ],
         input_output_aliases={9: 1},
-        compiler_params=_compiler_params(tokens, per_channel=log_decay.ndim == 4),
+        compiler_params=_compiler_params(one, per_channel=log_decay.ndim == 4),
         cost_estimate=pl.CostEstimate(
             flops=7 * states * tokens,
             transcendentals=log_decay.size,
@@ -71,21 +74,21 @@ def gated_delta(
             + v.size * 4,
         ),
         interpret=interpret,
-        name=f"gated_delta_{'decode' if tokens == 1 else 'prefill'}",
+        name=f"gated_delta_{'decode' if one else 'prefill'}",
     )(
         jnp.asarray(layer, jnp.int32).reshape(1),
-        *(x.astype(jnp.int32) for x in (read_slots, write_slots, lengths)),
+        *(x.astype(jnp.int32) for x in (read_slots, *rows)),
         *arrays,
         state,
     )
     return out[:, :tokens], state
 
 
-def _compiler_params(tokens: int, per_channel: bool) -> triton.CompilerParams:
+def _compiler_params(one: bool, per_channel: bool) -> triton.CompilerParams:
     """As many warps, and loads ahead of their chunk, as the registers allow."""
-    if tokens > 1 and per_channel:
-        return triton.CompilerParams(num_warps=8, num_stages=2)
-    return triton.CompilerParams(num_warps=4, num_stages=1)
+    if one:
+        return triton.CompilerParams(num_warps=4, num_stages=1)
+    return triton.CompilerParams(num_warps=8, num_stages=2 if per_channel else 1)
 
 
 def _place(k, v):
@@ -115,15 +118,14 @@ def _decode(layer, read_slots, write_slots, lengths, q, k, v, log_decay, beta, s
     new_state[layer[0], write_slots[row], head, :, values] = jnp.where(valid, S.astype(new_state.dtype), before)
 
 
-def _prefill(layer, read_slots, write_slots, lengths, q, k, v, log_decay, beta, state, out, new_state):
-    """The arrays are whole, as `gated_delta` takes them, with tokens a multiple of CHUNK."""
+def _prefill(layer, read_slots, bounds, slots, q, k, v, log_decay, beta, state, out, new_state):
+    """The arrays are whole, as `gated_delta` takes them, with tokens a multiple of CHUNK, and `segments`."""
     row, head, key_head, values = _place(k, v)
     exact, key_dim = q.dtype == jnp.float32, k.shape[3]
     products_of = _products_per_channel if log_decay.ndim == 4 else _products_per_head
 
-    def chunk(number, S):
+    def chunk(number, valid, S):
         tokens = pl.ds(number * CHUNK, CHUNK)
-        valid = number * CHUNK + jnp.arange(CHUNK) < lengths[row]
 
         def load(array, *index):
             x = array[row, tokens, *index].astype(jnp.float32)
@@ -141,12 +143,18 @@ def _prefill(layer, read_slots, write_slots, lengths, q, k, v, log_decay, beta, 
         seen = dot(key * before, S, exact)
         inverse = _unit_lower_inverse(strength[:, None] * kk)
         u = dot(inverse * strength, value - seen, exact)
-        out[row, tokens, head, values] = dot(query * before, S, exact) + dot(qk, u, exact)
+        y = dot(query * before, S, exact) + dot(qk, u, exact)
+        # A chunk that a boundary divides is taken twice.
+        mask = valid[:, None] if slots.shape[1] > 1 else None
+        triton.store(out.at[row, tokens, head, values], y, mask=mask)
         return total * S + dot((key * after).T, u, exact)
 
     first = state[layer[0], read_slots[row], head, :, values]
-    S = jax.lax.fori_loop(0, pl.cdiv(lengths[row], CHUNK), chunk, first.astype(jnp.float32))
-    new_state[layer[0], write_slots[row], head, :, values] = S.astype(new_state.dtype)
+
+    def store(slot, S):
+        new_state[layer[0], slot, head, :, values] = S.astype(new_state.dtype)
+
+    run(bounds, slots, row, CHUNK, chunk, first.astype(jnp.float32), store)
 
 
 def _products_per_head(load, load_decay, q, k, exact):
@@ -180,7 +188,8 @@ def _unit_lower_inverse(x: Float[Array, "C C"]) -> Float[Array, "C C"]:
     token = jnp.arange(CHUNK)
     apart, below = token[:, None] ^ token[None, :], token[:, None] > token[None, :]
     inverse = jnp.where(apart == 0, 1.0, 0.0)
-    product = functools.partial(dot, exact=True)
+    # As exact as float32, and on the matrix units: products of float32 elsewhere take more registers than there are.
+    product = functools.partial(jnp.dot, precision=jax.lax.DotAlgorithmPreset.BF16_BF16_F32_X6)
     for half in (1, 2, 4, 8):
         corner = jnp.where((apart >= half) & (apart < 2 * half) & below, x, 0)
         inverse = inverse - (corner if half == 1 else product(product(inverse, corner), inverse))

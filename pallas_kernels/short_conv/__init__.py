@@ -12,7 +12,7 @@ OPERATOR = Operator(
     "short_conv",
     (
         Implementation("pallas", tpu.short_conv, platforms=("tpu",), accepts=tpu.accepts),
-        Implementation("pallas", gpu.short_conv, platforms=("gpu",), accepts=gpu.accepts),
+        Implementation("pallas", gpu.short_conv, platforms=("gpu",)),
         Implementation("xla", xla.short_conv),
         Implementation("reference", reference.short_conv, automatic=False),
     ),

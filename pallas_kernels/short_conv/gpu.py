@@ -7,6 +7,7 @@ all that it needs of it.
 """
 
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -15,13 +16,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.triton_checkpoints import segments
+
 _TOKENS = 16
 _CHANNELS = 128
-
-
-def accepts(*_: Any, checkpoint_lengths: Array | None = None, **__: Any) -> str | None:
-    """Why the kernel cannot run these arguments of `short_conv`, or None."""
-    return None if checkpoint_lengths is None else "it keeps no state but the last"
 
 
 def short_conv(
@@ -34,6 +32,8 @@ def short_conv(
     lengths: Int[Array, " B"],
     bias: Float[Array, " C"] | None = None,
     *,
+    checkpoint_lengths: Int[Array, "B M"] | None = None,
+    checkpoint_slots: Int[Array, "B M"] | None = None,
     interpret: Any = False,
 ) -> tuple[Float[Array, "B T C"], Float[Array, "L N K-1 C"]]:
     """Arguments and result as in `pallas_kernels.short_conv.short_conv`; `interpret` as of `pallas_call`."""
@@ -45,7 +45,7 @@ def short_conv(
         grid=(pl.cdiv(channels, _CHANNELS), pl.cdiv(tokens, block), batch),
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct(state.shape, state.dtype)],
         input_output_aliases={5 + len(constants): 1},
-        compiler_params=triton.CompilerParams(num_warps=4 if tokens > 1 else 2),
+        compiler_params=triton.CompilerParams(num_warps=8 if tokens > 1 else 2),
         cost_estimate=pl.CostEstimate(
             flops=2 * x.size * weight.shape[1],
             transcendentals=x.size,
@@ -56,22 +56,23 @@ def short_conv(
         name=f"short_conv_{'decode' if tokens == 1 else 'prefill'}",
     )(
         jnp.asarray(layer, jnp.int32).reshape(1),
-        *(v.astype(jnp.int32) for v in (read_slots, write_slots, lengths)),
+        read_slots.astype(jnp.int32),
+        *segments(lengths, write_slots, checkpoint_lengths, checkpoint_slots),
         x,
         *constants,
         state,
     )
 
 
-def _kernel(block, has_bias, in_order, layer, read_slots, write_slots, lengths, x, weight, *rest):
-    """The arrays are whole, as `short_conv` takes them."""
+def _kernel(block, has_bias, in_order, layer, read_slots, bounds, slots, x, weight, *rest):
+    """The arrays are whole, as `short_conv` takes them, and those of `segments`."""
     bias, state, y, new_state = rest if has_bias else (None, *rest)
     row, past = pl.program_id(2), state.shape[2]
     channels = pl.ds(pl.program_id(0) * _CHANNELS, _CHANNELS)
     channel = pl.program_id(0) * _CHANNELS + jnp.arange(_CHANNELS)
     here = channel < x.shape[2]
-    first, length = pl.program_id(1) * block, lengths[row]
-    read, write = read_slots[row], write_slots[row]
+    first, states = pl.program_id(1) * block, slots.shape[1]
+    read, length = read_slots[row], bounds[row, states]
     token = first + jnp.arange(block)
 
     def before(index, mask):
@@ -93,13 +94,15 @@ def _kernel(block, has_bias, in_order, layer, read_slots, write_slots, lengths, 
     @pl.when(first == 0)
     def _():
         kept = []
-        for index in range(past):
-            place = length + index
+        for number, index in itertools.product(range(states), range(past)):
+            place = bounds[row, number + 1] + index
             old = triton.load(state.at[layer[0], read, place, channels], mask=here & (place < past), other=0)
             new = triton.load(x.at[row, place - past, channels], mask=here & (place >= past), other=0)
             kept.append(jnp.where(place < past, old, new.astype(old.dtype)))
         if not in_order:
             # All threads have read the state before any of them writes to what may be the same slot.
             triton.debug_barrier()
-        for index in range(past):
-            triton.store(new_state.at[layer[0], write, jnp.int32(index), channels], kept[index], mask=here)
+        for number, index in itertools.product(range(states), range(past)):
+            slot, rows = slots[row, number], kept[number * past + index]
+            place = new_state.at[layer[0], jnp.maximum(slot, 0), jnp.int32(index), channels]
+            triton.store(place, rows, mask=here & (slot >= 0))

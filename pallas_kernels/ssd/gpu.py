@@ -14,6 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.triton_checkpoints import run, segments
 from pallas_kernels.triton_maths import at_and_before, decay_between, dot, running_sums
 
 # With 64 tokens the compiler spills registers.
@@ -24,15 +25,11 @@ _STATE_BLOCK = 4096
 _CHANNEL_BLOCK = 32
 
 
-def accepts(
-    x: Array, dt: Array, A: Array, B: Array, *_: Any, checkpoint_lengths: Array | None = None, **__: Any
-) -> str | None:
+def accepts(x: Array, dt: Array, A: Array, B: Array, *_: Any, **__: Any) -> str | None:
     """Why the kernels cannot run these arguments of `ssd`, or None."""
     for name, width in (("head_dim", x.shape[3]), ("state_size", B.shape[3])):
         if width not in (16, 32, 64, 128, 256):
             return f"{name} {width} is not 16, 32, 64, 128 or 256"
-    if checkpoint_lengths is not None:
-        return "it keeps no state but the last"
     return None
 
 
@@ -49,24 +46,28 @@ def ssd(
     write_slots: Int[Array, " B"],
     lengths: Int[Array, " B"],
     *,
+    checkpoint_lengths: Int[Array, "B M"] | None = None,
+    checkpoint_slots: Int[Array, "B M"] | None = None,
     interpret: Any = False,
 ) -> tuple[Float[Array, "B T H P"], Float[Array, "L S H P N"]]:
     """Arguments and result as in `pallas_kernels.ssd.ssd`; `interpret` as of `pallas_call`."""
     batch, tokens, heads, dim = x.shape
+    one = tokens == 1 and checkpoint_lengths is None
+    rows = (write_slots, lengths) if one else segments(lengths, write_slots, checkpoint_lengths, checkpoint_slots)
     arrays = (x, dt, A, B, C, D)
     states = batch * heads * dim * B.shape[3]
     # A token's products: C and x's sums over half a chunk on average, and C against the state and x's outer product.
     pairs = batch * tokens * heads * CHUNK // 2 * (B.shape[3] + dim) if tokens > 1 else 0
     return pl.pallas_call(
-        _decode if tokens == 1 else _prefill,
+        _decode if one else _prefill,
         grid=(dim // _channels(dim, B.shape[3]), heads, batch),
         out_shape=[
             jax.ShapeDtypeStruct(x.shape, jnp.float32),
             jax.ShapeDtypeStruct(state.shape, state.dtype),
         ],
         input_output_aliases={10: 1},
-        # Tokens are loaded a chunk ahead if there is room in the registers beside a wide state.
-        compiler_params=triton.CompilerParams(num_warps=4, num_stages=2 if B.shape[3] <= 128 else 1),
+        # A wide state leaves room in the registers of twice as many warps.
+        compiler_params=triton.CompilerParams(num_warps=4 if one or B.shape[3] <= 128 else 8, num_stages=2),
         cost_estimate=pl.CostEstimate(
             flops=4 * states * tokens + 2 * pairs,
             transcendentals=dt.size,
@@ -75,10 +76,10 @@ def ssd(
             + x.size * 4,
         ),
         interpret=interpret,
-        name=f"ssd_{'decode' if tokens == 1 else 'prefill'}",
+        name=f"ssd_{'decode' if one else 'prefill'}",
     )(
         jnp.asarray(layer, jnp.int32).reshape(1),
-        *(v.astype(jnp.int32) for v in (read_slots, write_slots, lengths)),
+        *(v.astype(jnp.int32) for v in (read_slots, *rows)),
         *arrays,
         state,
     )
@@ -109,15 +110,14 @@ def _decode(layer, read_slots, write_slots, lengths, x, dt, A, B, C, D, state, o
     new_state[layer[0], write_slots[row], head, channels, :] = jnp.where(valid, h.astype(new_state.dtype), before)
 
 
-def _prefill(layer, read_slots, write_slots, lengths, x, dt, A, B, C, D, state, out, new_state):
-    """The arrays are whole, as `ssd` takes them."""
+def _prefill(layer, read_slots, bounds, slots, x, dt, A, B, C, D, state, out, new_state):
+    """The arrays are whole, as `ssd` takes them, and those of `segments`."""
     row, head, group, channels = _place(x, B)
-    exact, length = x.dtype == jnp.float32, lengths[row]
+    exact = x.dtype == jnp.float32
     rate, skip = A[head].astype(jnp.float32), D[head].astype(jnp.float32)
 
-    def chunk(number, h):
+    def chunk(number, valid, h):
         tokens = pl.ds(number * CHUNK, CHUNK)
-        valid = number * CHUNK + jnp.arange(CHUNK) < length
 
         def load(array, *index):
             mask = valid[:, None] if len(index) > 1 else valid
@@ -135,5 +135,8 @@ def _prefill(layer, read_slots, write_slots, lengths, x, dt, A, B, C, D, state, 
         return jnp.exp(total[0] + total[1]) * h + dot((after[:, None] * update).T, written, exact)
 
     first = state[layer[0], read_slots[row], head, channels, :]
-    h = jax.lax.fori_loop(0, pl.cdiv(length, CHUNK), chunk, first.astype(jnp.float32))
-    new_state[layer[0], write_slots[row], head, channels, :] = h.astype(new_state.dtype)
+
+    def store(slot, h):
+        new_state[layer[0], slot, head, channels, :] = h.astype(new_state.dtype)
+
+    run(bounds, slots, row, CHUNK, chunk, first.astype(jnp.float32), store)

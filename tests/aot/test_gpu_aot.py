@@ -20,6 +20,7 @@ pytestmark = pytest.mark.aot
 
 KERNELS = {"index_top_k": "index_scores", "sparse_latent_attention": "sparse_latent_attention"}
 DECODE = {batch: gpu_cases(batch, 1, 8192, 131_072) for batch in (1, 64, 256)}
+CHECKPOINTED = ("gated_delta", "ssd", "short_conv")
 PREFILL = gpu_cases(1, 2048, 8192, 16_384)
 
 
@@ -64,6 +65,19 @@ OTHER_SHAPES = [
 @pytest.mark.parametrize("case", OTHER_SHAPES, ids=name)
 def test_other_shapes(case):
     compile_and_check(installed("h200"), case)
+
+
+@pytest.mark.parametrize("case", [case for case in PREFILL if case.operator in CHECKPOINTED], ids=name)
+def test_prefill_with_checkpoints(case):
+    checkpoints = jax.ShapeDtypeStruct((case.rows[0], 4), jnp.int32)
+
+    def call(*arguments):
+        *arguments, lengths, slots = arguments
+        return case.function(*arguments, checkpoint_lengths=lengths, checkpoint_slots=slots)
+
+    with registry.record() as recorder:
+        aot.compile_for(installed("h200"), call, *case.arguments.values(), checkpoints, checkpoints, donate=case.donate)
+    assert [choice.implementation for choice in recorder.choices()] == ["pallas"]
 
 
 def compile_kernel(kernel, x, warps):
