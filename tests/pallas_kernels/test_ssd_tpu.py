@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.ssd import reference, tpu, tpu_decode
+from pallas_kernels.ssd import reference, tpu, tpu_decode, tpu_prefill
 
 BATCH, HEADS, HEAD_DIM, GROUPS, STATE, LAYERS, SLOTS = 3, 8, 64, 2, 128, 2, 7
 TOKENS = 130
@@ -122,3 +122,77 @@ def test_padding_in_chunks_may_hold_nan():
     assert np.isfinite(state).all()
     assert np.isfinite(np.array(out)[~padding]).all()
     np.testing.assert_array_equal(state[1, 5], make_state()[1, 4])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "groups", "state"), [(8, 128, 2, 256), (16, 64, 1, 128), (16, 64, 8, 128)]
+)
+def test_chunks_of_other_shapes(heads, head_dim, groups, state, monkeypatch):
+    """Heads wider than a chunk is long; blocks of a part of a group, and of several."""
+    monkeypatch.setattr(tpu_prefill, "BLOCK_BYTES", 8 * head_dim * state * 8)
+    run = jax.jit(functools.partial(tpu.ssd, interpret=pltpu.InterpretParams()))
+    shape = {"heads": heads, "head_dim": head_dim, "state": state}
+    inputs = make_inputs(TOKENS, groups=groups, **shape)
+    check(inputs, [3, 1, 5], [2, 6, 4], [TOKENS, 64, 3], make_state(**shape), run=run)
+
+
+@pytest.mark.slow
+def test_chunks_of_bfloat16_are_as_good_as_bfloat16():
+    """Their products round factors to bfloat16 (2^-9); sums and states do not."""
+    inputs = make_inputs(TOKENS, rate=0.01)
+    inputs |= {name: inputs[name].astype(jnp.bfloat16) for name in ("x", "B", "C")}
+    arguments = (*inputs.values(), make_state(), 1, *map(jnp.array, ([3, 1, 5], [2, 6, 4], [TOKENS] * 3)))
+    for got, right in zip(kernel(*arguments), expected(*arguments), strict=True):
+        error = np.sqrt(np.square(got - right).mean() / np.square(right).mean())
+        assert 1e-6 < error < 2**-8
+
+
+def test_low_precision_inputs_of_one_token_are_computed_in_float32():
+    inputs = make_inputs(1)
+    inputs |= {name: inputs[name].astype(jnp.bfloat16) for name in ("x", "B", "C")}
+    check(inputs, [3, 1, 5], [2, 6, 4], [1, 1, 1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tokens", [1, TOKENS])
+def test_state_in_bfloat16_is_rounded_once(tokens):
+    state = make_state().astype(jnp.bfloat16)
+    slots = map(jnp.array, ([3, 1, 5], [2, 6, 4], [tokens] * 3))
+    arguments = (*make_inputs(tokens).values(), state, 0, *slots)
+    out, new_state = kernel(*arguments)
+    right, right_state = expected(*arguments)
+    assert new_state.dtype == jnp.bfloat16
+    np.testing.assert_allclose(out, right, atol=3e-6 * np.abs(right).max())
+    np.testing.assert_allclose(new_state.astype(jnp.float32), right_state.astype(jnp.float32), atol=1e-5, rtol=0.01)
+
+
+@pytest.mark.parametrize("tokens", [1, TOKENS])
+def test_two_runs_are_equal_to_the_bit(tokens):
+    slots = tuple(map(jnp.array, ([3, 1, 5], [2, 6, 4], [tokens, min(tokens, 65), 1])))
+    arguments = (*make_inputs(tokens).values(), make_state(), 0, *slots)
+    for a, b in zip(kernel(*arguments), kernel(*arguments), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.slow
+def test_two_cores_share_the_rows_without_a_race(capfd):
+    params = pltpu.InterpretParams(num_cores_or_threads=2, detect_races=True, random_seed=4)
+    run = jax.jit(functools.partial(tpu.ssd, interpret=params))
+    check(make_inputs(1), [3, 3, 5], [2, 4, 5], [1, 1, 1], run=run)
+    assert "RACE" not in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "groups", "state", "tokens", "reason"),
+    [
+        (8, 64, 2, 16, 1, "state_size 16 is not a multiple of 128"),
+        (8, 80, 2, 128, 1, "head_dim 80 is not 16, 32, 64 or a multiple of 128"),
+        (8, 64, 8, 128, 1, "1 heads of 64 a group are not a multiple of 128"),
+        (8, 32, 2, 128, 2, "head_dim 32 is not a multiple of 64, for several tokens"),
+        (8, 128, 8, 128, 2, "1 heads a group are not even, for several tokens"),
+    ],
+)
+def test_what_it_does_not_accept(heads, head_dim, groups, state, tokens, reason):
+    inputs = make_inputs(tokens, heads=heads, head_dim=head_dim, groups=groups, state=state)
+    assert tpu.accepts(*inputs.values()) == reason
