@@ -28,23 +28,15 @@ def compile_and_check(part, case, most=1.1):
     assert aot.hbm_bytes(compiled) <= most * case.fewest_bytes
 
 
-@pytest.mark.parametrize(
-    ("model", "batch", "tokens"),
-    [
-        ("Kimi Linear 48B", 64, 4),
-        ("Kimi Linear 48B", 1, 8),
-        ("Qwen3-Next 80B", 1, 4),
-        ("Qwen3.5, 64 value heads", 64, 8),
-    ],
-)
+VERIFIED = [("Kimi Linear 48B", 64, 8), ("Qwen3-Next 80B", 1, 4)]
+
+
+@pytest.mark.parametrize(("model", "batch", "tokens"), VERIFIED)
 def test_gated_delta_verify(tpu, model, batch, tokens):
     compile_and_check(tpu, gated_delta_verify_case(model, batch, tokens))
 
 
-@pytest.mark.parametrize(
-    ("model", "batch", "tokens"),
-    [("Kimi Linear 48B, a chip of 8", 64, 4), ("Kimi Linear 48B", 1, 8), ("Qwen3-Next 80B", 64, 8)],
-)
+@pytest.mark.parametrize(("model", "batch", "tokens"), VERIFIED)
 def test_gated_delta_replay(tpu, model, batch, tokens):
     compile_and_check(tpu, gated_delta_replay_case(model, batch, tokens))
 
@@ -54,36 +46,22 @@ def test_gated_delta_prefill_with_checkpoints(tpu, model):
     compile_and_check(tpu, gated_delta_checkpoints_case(model, 2))
 
 
-@pytest.mark.parametrize(
-    ("model", "batch"),
-    [
-        ("Kimi Linear 48B", 64),
-        ("Kimi Linear 48B, a chip of 8", 1),
-        ("Qwen3-Next 80B", 1),
-        ("Qwen3.5, 64 value heads", 64),
-    ],
-)
+@pytest.mark.parametrize(("model", "batch"), [("Kimi Linear 48B", 1), ("Qwen3.5, 64 value heads", 64)])
 def test_gated_delta_buffered(tpu, model, batch):
     """The whole ring is fetched, which is half empty on average."""
     compile_and_check(tpu, gated_delta_buffered_case(model, batch), 1.25)
 
 
-@pytest.mark.parametrize(
-    ("model", "batch", "tokens"),
-    [("Nemotron 3 Nano 30B", 64, 8), ("Nemotron 3 Super 120B", 1, 4), ("Granite 4.0 H Small", 1, 8)],
-)
+@pytest.mark.parametrize(("model", "batch", "tokens"), [("Nemotron 3 Nano 30B", 64, 8), ("Granite 4.0 H Small", 1, 4)])
 def test_ssd_verify(tpu, model, batch, tokens):
     compile_and_check(tpu, ssd_verify_case(model, batch, tokens))
 
 
-@pytest.mark.parametrize(("model", "batch", "tokens"), [("Nemotron 3 Nano 30B", 64, 4), ("Granite 4.0 H Small", 1, 8)])
-def test_ssd_replay(tpu, model, batch, tokens):
-    compile_and_check(tpu, ssd_replay_case(model, batch, tokens))
+def test_ssd_replay(tpu):
+    compile_and_check(tpu, ssd_replay_case("Nemotron 3 Nano 30B", 64, 4))
 
 
-@pytest.mark.parametrize(
-    ("model", "batch"), [("Nemotron 3 Nano 30B", 64), ("Nemotron 3 Super 120B", 1), ("Granite 4.0 H Small", 64)]
-)
+@pytest.mark.parametrize(("model", "batch"), [("Nemotron 3 Super 120B", 1), ("Granite 4.0 H Small", 64)])
 def test_ssd_buffered(tpu, model, batch):
     """The whole ring goes in and out."""
     compile_and_check(tpu, ssd_buffered_case(model, batch), 1.3)
