@@ -56,3 +56,9 @@ def test_latent_decode_of_other_models(model):
 @pytest.mark.parametrize("part", ["tpu-v5e", "tpu-7x"])
 def test_prefill(part):
     compile_and_check(installed(part), "paged", "Qwen3-Next 80B", 1, PREFILL_TOKENS)
+
+
+@pytest.mark.parametrize("part", ["tpu-v5e", "tpu-v6e"])
+def test_prefill_of_expanded_latents(part):
+    """Half of the tokens of a step at most, so that there is less to compile."""
+    compile_and_check(installed(part), "latent", "Kimi Linear 48B", 1, 512)

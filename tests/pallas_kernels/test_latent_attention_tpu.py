@@ -41,7 +41,7 @@ def check(call, run=kernel, right=expected, atol=2e-5):
 STARTS, ONE = [0, 127, 128, 40, 300, 111], [1, 1, 1, 0, 1, 1]
 
 
-@pytest.mark.parametrize("rope", [20, 0])
+@pytest.mark.parametrize("rope", [20, pytest.param(0, marks=pytest.mark.slow)])
 def test_one_token(rope):
     check(make_call(1, STARTS, ONE, rope))
 
@@ -51,13 +51,14 @@ def test_several_tokens(tokens, lengths):
     check(make_call(tokens, STARTS, lengths))
 
 
+@pytest.mark.slow
 def test_blocks_of_queries(monkeypatch):
     monkeypatch.setattr(tpu, "_ROWS", 64)
     run = jax.jit(functools.partial(tpu.latent_attention, scale=0.2, interpret=pltpu.InterpretParams()))
     check(make_call(70, [0, 127, 40], [64, 70, 1]), run)
 
 
-@pytest.mark.parametrize(("rope", "value"), [(64, 128), (0, 256)])
+@pytest.mark.parametrize(("rope", "value"), [(64, 128), pytest.param(0, 256, marks=pytest.mark.slow)])
 def test_expanded_latents(rope, value, monkeypatch):
     monkeypatch.setattr(tpu, "expansion_pays", lambda *_: True)
     monkeypatch.setattr(tpu, "_ROWS", 32)

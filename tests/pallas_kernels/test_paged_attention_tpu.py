@@ -50,25 +50,30 @@ def test_one_token():
     check(make_call(1, STARTS, ONE))
 
 
-@pytest.mark.parametrize("window", [1, 16, 129])
+@pytest.mark.parametrize("window", [1, pytest.param(16, marks=pytest.mark.slow), 129])
 def test_one_token_with_a_window(window):
     check(make_call(1, STARTS, ONE), window=window)
 
 
-def test_sinks_and_soft_cap():
+@pytest.mark.parametrize("options", [{"soft_cap": 1.3, "window": 20}, pytest.param({}, marks=pytest.mark.slow)])
+def test_sinks_and_soft_cap(options):
     sinks = jnp.linspace(-1.5, 2.5, 6)
-    check(make_call(1, STARTS, ONE), sinks=sinks)
-    check(make_call(1, STARTS, ONE), sinks=sinks, soft_cap=1.3, window=20)
+    check(make_call(1, STARTS, ONE), sinks=sinks, **options)
 
 
 @pytest.mark.parametrize(
-    ("dim", "value_dim", "kv_heads"), [(64, 64, 4), (192, 128, 2), (96, 64, 4), (80, 80, 3), (256, 256, 1)]
+    ("dim", "value_dim", "kv_heads"),
+    [
+        (64, 64, 4),
+        (80, 80, 3),
+        *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((192, 128, 2), (96, 64, 4), (256, 256, 1))),
+    ],
 )
 def test_head_widths(dim, value_dim, kv_heads):
     check(make_call(1, STARTS, ONE, heads=2 * kv_heads, kv_heads=kv_heads, dim=dim, value_dim=value_dim))
 
 
-@pytest.mark.parametrize("window", [None, 33])
+@pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.slow), 33])
 @pytest.mark.parametrize(("tokens", "lengths"), [(5, [5, 3, 1, 0, 4, 2]), (70, [64, 70, 63, 0, 65, 1])])
 def test_several_tokens(tokens, lengths, window):
     check(make_call(tokens, STARTS, lengths), window=window)
@@ -90,6 +95,7 @@ def test_bfloat16(tokens):
     check(call, atol=2e-2)
 
 
+@pytest.mark.slow
 def test_two_cores_share_the_rows_without_a_race(capfd):
     params = pltpu.InterpretParams(num_cores_or_threads=2, detect_races=True, random_seed=4)
     run = jax.jit(functools.partial(tpu.paged_attention, interpret=params), static_argnames=STATIC)
