@@ -6,11 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import installed
 from jax.experimental import topologies
+from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh
 
 from pallas_kernels import aot, registry
 from pallas_kernels.gated_delta import gated_delta
+from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.partition import Partition, partitioned
 
 pytestmark = pytest.mark.aot
@@ -36,3 +39,32 @@ def test_the_gated_delta_kernel_runs_on_each_devices_heads(tpu: aot.Part) -> Non
     assert "gated_delta_decode" in text
     assert re.findall(r"all-gather|all-reduce|all-to-all|collective-permute", text) == []
     assert memory.alias_size_in_bytes == 3 * 20 * 32 * 128 * 128  # a fourth of the state's bytes: updated where it lies
+
+
+def test_attention_over_pages_runs_on_each_devices_heads() -> None:
+    """Qwen3.5 27B's 24 query and 4 key heads of 256 on four devices, whose pages hold one head each."""
+    part = installed("tpu-v6e")
+    aot.device(part)
+    devices = topologies.get_topology_desc(part.slice, platform="tpu").devices[:4]
+    partition = Partition(Mesh(np.array(devices), ("model",)), (("heads", "model"),))
+
+    def argument(names: tuple[str | None, ...], *shape: int, dtype: str = "bfloat16") -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=partition.sharding(names, shape))
+
+    heads, rows = (None, None, "heads"), argument((), 8, dtype="int32")
+    q, k = argument(heads, 8, 1, 24, 256), argument(heads, 8, 1, 4, 256)
+    pages, table = argument((None, *heads), 3, 65, 64, 4 * 256), argument((), 8, 16, dtype="int32")
+    # Row-major, as the pool's arrays are.
+    layout = Format(Layout((0, 1, 2, 3)), pages.sharding)
+    pages = jax.ShapeDtypeStruct(pages.shape, pages.dtype, sharding=layout)
+    with registry.target("tpu"), partitioned(partition):
+        jitted = jax.jit(
+            lambda q, k, v, k_pages, v_pages, *rest: paged_attention(q, k, v, k_pages, v_pages, 1, *rest, scale=0.06),
+            donate_argnums=(3, 4),
+            out_shardings=(None, layout, layout),
+        )
+        compiled = jitted.lower(q, k, k, pages, pages, table, rows, rows).compile()
+    text, memory = compiled.as_text(), compiled.memory_analysis()
+    assert "paged_attention_decode" in text
+    assert re.findall(r"all-gather|all-reduce|all-to-all|collective-permute", text) == []
+    assert memory.alias_size_in_bytes == 2 * 3 * 65 * 64 * 256 * 2  # a fourth of the pages: written where they lie
