@@ -43,7 +43,8 @@ def gated_delta(
         S <- exp(log_decay) S;  u = beta (v - S^T k);  S <- S + k u^T;  out = S^T q
 
     A decay per head is Gated DeltaNet (arXiv:2412.06464); one per key channel, scaling the rows of S, is Kimi Delta
-    Attention (arXiv:2510.26692). All arithmetic is float32 whatever the inputs' dtypes.
+    Attention (arXiv:2510.26692). States and sums are float32. Of bfloat16 inputs, the products of a prefill on
+    a TPU or GPU have factors rounded to bfloat16.
 
     Args:
         q, k: queries and keys of T new tokens, not normalised. Value head h uses key head h // (Hv // Hk).

@@ -41,7 +41,8 @@ def selective_scan(
         h <- exp(dt A) h + (dt x) B;  y = h . C + D x
 
     Channels lie along the last axis, of the state too: N is small, and would leave most of a vector register empty.
-    All arithmetic is float32 whatever the inputs' dtypes.
+    States and sums are float32. Of bfloat16 inputs, a prefill on a TPU rounds what C
+    reads of the states to bfloat16.
 
     Args:
         x: inputs of T new tokens. Tokens at and beyond a row's length are padding and may hold anything, NaN included.

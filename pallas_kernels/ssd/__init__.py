@@ -43,7 +43,8 @@ def ssd(
 
         h <- exp(dt A) h + (dt x) B^T;  y = h C + D x
 
-    All arithmetic is float32 whatever the inputs' dtypes.
+    States and sums are float32. Of bfloat16 inputs, the products of a prefill on a TPU or
+    GPU have factors rounded to bfloat16.
 
     Args:
         x: inputs of T new tokens. Tokens at and beyond a row's length are padding and may hold anything, NaN included.
