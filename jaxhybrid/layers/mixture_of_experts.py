@@ -85,7 +85,7 @@ class MixtureOfExperts(nnx.Module):
         out = routed_experts(
             self.fc1_latent_proj(rows) if latent else rows, experts, weights, gate, self.up_proj(), self.down_proj(),
             step.valid.reshape(-1), activation=activation(self.spec.activation), biases=self._biases(),
-            layer=step.repeat,
+            layer=step.repeat if self.up_proj.stacked else None,
         )  # fmt: skip
         out = self.latent_norm(out) if self.spec.latent_norm else out
         out = (self.fc2_latent_proj(out) if latent else out).reshape(x.shape)
