@@ -42,6 +42,7 @@ TABLE = {
     "mistral-7b-v0.1": (7.24, 0, 0),
     "nemotron-3-nano-30b-a3b": (31.6, 6144, 7989),
     "nemotron-3-super-120b-a12b": (120.6, 8192, 20780),
+    "nemotron-3-ultra-550b-a55b": (550, 12288, 33200),
     "nemotron-h-8b": (8.1, 16384, 6234),
     "qwen2.5-7b": (7.62, 57344, 0),
     "qwen3-30b-a3b": (30.5, 98304, 0),
@@ -51,6 +52,7 @@ TABLE = {
     "qwen3.5-9b": (9.65, 32768, 1572),
     "qwen3.5-27b": (27.8, 65536, 2349),
     "qwen3.5-35b-a3b": (36.0, 20480, 3144),
+    "qwen3.5-122b-a10b": (125.1, 24576, 6252),
     "qwen3.5-397b-a17b": (403, 30720, 6252),
 }
 WITH_PREDICTION = "qwen3.5"  # published with the prediction layer counted
@@ -62,6 +64,7 @@ ACTIVE = {
     "gpt-oss-120b": 5.13,
     "kimi-k3": 104,
     "nemotron-3-nano-30b-a3b": 3.2,
+    "nemotron-3-ultra-550b-a55b": 55,
 }
 
 
