@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 LANES = 128
 LOG2_E = math.log2(math.e)
 VMEM_BYTES = 48 << 20
-# The page table lies in SMEM.
+# The page table of a kernel's rows lies in SMEM.
 TABLE_BYTES = 1 << 19
 # Stands for minus infinity in a running maximum, where a difference of two infinities would be NaN.
 _LOWEST = -1e30
@@ -59,8 +59,8 @@ def refusal(pages: tuple[Array, ...], page_table: Array, max_length: int | None)
     for array in pages:
         if array.shape[2] % tile:
             return f"pages of {array.shape[2]} tokens are not a multiple of {tile}"
-    if page_table.size * 4 > TABLE_BYTES:
-        return f"a page table of {page_table.size} entries is larger than {TABLE_BYTES >> 10} KiB"
+    if page_table.shape[1] * 4 > TABLE_BYTES:
+        return f"{page_table.shape[1]} pages of a row are more than {TABLE_BYTES >> 10} KiB of page table"
     if max_length is not None:
         return "max_length asks for a form that can be differentiated"
     return None
@@ -110,6 +110,8 @@ def attend(
 ) -> Float[Array, "B N G R dv"]:
     """softmax(q k^T) v of every row, in q's dtype; tokens after a sequence's last give anything finite.
 
+    One kernel for as many rows as have their page tables in SMEM together.
+
     Args:
       q: N blocks of `plan.tokens` query tokens, of which the last may be padding; G groups of heads; row r of a group
         is token r % plan.tokens of some head. Padding may be NaN: no row leaks into another.
@@ -122,6 +124,18 @@ def attend(
     """
     batch, blocks, groups, rows, dim = q.shape
     page, width = k_pages.shape[2], page_table.shape[1]
+    fitting = TABLE_BYTES // (4 * width)
+    if batch > fitting:
+        some = [slice(first, first + fitting) for first in range(0, batch, fitting)]
+        outs = [
+            attend(
+                q[part], k_pages, v_pages, layer, page_table[part], starts[part], lengths[part], plan, rule,
+                value_dim=value_dim, together=together, sinks=sinks, expansion=expansion, name=name,
+                interpret=interpret,
+            )
+            for part in some
+        ]  # fmt: skip
+        return jnp.concatenate(outs)
     parts, keys = groups // plan.groups, plan.pages * page
     # Rows are shared out between two cores, where a chip has two. Each core fetches ahead for itself.
     steps = batch * parts * blocks

@@ -9,6 +9,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 from paged_cases import PagedCase
 
+from pallas_kernels import paged_softmax_tpu
 from pallas_kernels.paged_attention import reference, tpu
 
 STATIC = ("scale", "window", "soft_cap")
@@ -89,6 +90,13 @@ def test_blocks_of_queries_and_groups_apart(monkeypatch):
     check(call, run, window=33, sinks=jnp.linspace(-1.5, 2.5, 6))
 
 
+def test_rows_whose_tables_do_not_fit_together(monkeypatch):
+    """Six rows as kernels of four and two."""
+    monkeypatch.setattr(paged_softmax_tpu, "TABLE_BYTES", 4 * 4 * WIDTH)
+    run = jax.jit(functools.partial(tpu.paged_attention, interpret=pltpu.InterpretParams()), static_argnames=STATIC)
+    check(make_call(1, STARTS, ONE), run)
+
+
 @pytest.mark.parametrize("tokens", [1, 20])
 def test_bfloat16(tokens):
     call = make_call(tokens, [0, 127, 300], [1, tokens, tokens // 2], dtype=jnp.bfloat16)
@@ -115,5 +123,5 @@ def test_what_it_refuses():
     assert tpu.accepts(*call, max_length=64) == "max_length asks for a form that can be differentiated"
     small = (*call[:3], *(pages[:, :, :4] for pages in call[3:5]), *call[5:])
     assert tpu.accepts(*small) == "pages of 4 tokens are not a multiple of 8"
-    wide = (*call[:6], jnp.zeros((256, 1024), jnp.int32), *call[7:])
-    assert tpu.accepts(*wide) == "a page table of 262144 entries is larger than 512 KiB"
+    wide = (*call[:6], jnp.zeros((1, 1 << 18), jnp.int32), *call[7:])
+    assert tpu.accepts(*wide) == "262144 pages of a row are more than 512 KiB of page table"
