@@ -198,21 +198,25 @@ def test_a_mesh_that_means_nothing_is_refused() -> None:
 
 
 @pytest.mark.parametrize("implementation", [ragged, xla])
-@pytest.mark.parametrize("biased", [False, True])
-def test_experts_of_several_devices_sum_up(implementation, biased: bool) -> None:
-    """Each brings its experts and its part of the inner width; the last bias counts once."""
+@pytest.mark.parametrize(("biased", "layers"), [(False, ()), (True, ()), (True, (2,))])
+def test_experts_of_several_devices_sum_up(implementation, biased: bool, layers: tuple[int, ...]) -> None:
+    """Each brings its experts and its part of the inner width, of a stack of layers too; the last bias counts once."""
     rng = np.random.default_rng(5)
     tokens, experts, inner, width, chosen = 12, 6, 10, 7, 3
     x, gate, up, down = (
         rng.normal(size=shape).astype(np.float32)
-        for shape in ((tokens, width), (experts, inner, width), (experts, inner, width), (experts, width, inner))
+        for shape in (
+            (tokens, width),
+            *((*layers, experts, *matrix) for matrix in ((inner, width), (inner, width), (width, inner))),
+        )
     )
     ids = np.argsort(rng.random((tokens, experts)))[:, :chosen].astype(np.int32)
     weights = rng.random((tokens, chosen)).astype(np.float32)
     valid = np.arange(tokens) != 4
     shapes = ((experts, inner), (experts, inner), (experts, width))
     biases = ExpertBiases(*(jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes)) if biased else None
-    options = {"activation": lambda gate, up: jax.nn.silu(gate) * up, "biases": biases}
+    layer = jnp.int32(1) if layers else None
+    options = {"activation": lambda gate, up: jax.nn.silu(gate) * up, "biases": biases, "layer": layer}
     arguments = (x, ids, weights, gate, up, down, valid)
     with partitioned(partition_of(make_mesh(data=2, model=2, expert=2))):
         actual = jax.jit(lambda: split_experts(implementation.routed_experts, *arguments, **options))()
