@@ -36,13 +36,13 @@ golden: $(STAMP)dev
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m golden $(ARGS)
 
 mesh: $(STAMP)dev
-	XLA_FLAGS=--xla_force_host_platform_device_count=8 $(BIN)/python -m pytest -m mesh tests/parallel $(ARGS)
+	XLA_FLAGS=--xla_force_host_platform_device_count=8 $(BIN)/python -m pytest -n 2 -m mesh tests/parallel $(ARGS)
 
 slow: $(STAMP)dev
 	$(BIN)/python -m pytest -m slow $(ARGS)
 
 aot: $(AOT)/.installed
-	$(AOT)/bin/python -m pytest -m aot tests/aot $(ARGS)
+	$(AOT)/bin/python -m pytest -n 2 -m aot tests/aot $(ARGS)
 
 lint: $(STAMP)dev
 	$(BIN)/ruff check .
