@@ -16,8 +16,8 @@ def compile_and_check(part, case):
     memory = compiled.memory_analysis()
     assert f"{case.operator}_{case.form}" in compiled.as_text()
     assert memory.alias_size_in_bytes == case.arguments[case.donate].size * 4
-    # Nothing as large as the states of a decode step or the values of many tokens is copied. (Decay rates, half a MiB of
-    # Mamba-1's, may be fetched ahead.)
+    # Nothing as large as the states of a decode step or the values of many tokens is copied. Decay rates, half a MiB of
+    # Mamba-1's, may be fetched ahead.
     assert memory.temp_size_in_bytes < case.fewest_bytes // 8 + (1 << 20)
     return aot.hbm_bytes(compiled) / case.fewest_bytes
 
