@@ -39,7 +39,7 @@ mesh: $(STAMP)dev
 	XLA_FLAGS=--xla_force_host_platform_device_count=8 $(BIN)/python -m pytest -n 2 -m mesh tests/parallel $(ARGS)
 
 slow: $(STAMP)dev
-	$(BIN)/python -m pytest -m slow $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadscope -m slow $(ARGS)
 
 aot: $(AOT)/.installed
 	$(AOT)/bin/python -m pytest -n 2 -m aot tests/aot $(ARGS)
