@@ -13,23 +13,14 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.padding import token_mask, zero_padding
+
 # Stands for minus infinity in a running maximum, where a difference of two infinities would be NaN.
 _LOWEST = -1e30
 
 MIN_BLOCK_TOKENS = 128
 # Up to this many queries (T * Hq) of a sequence, scores are small beside the keys and values of a block.
 FEW_QUERY_ROWS = 64
-
-
-def token_mask(lengths: Int[Array, "B"], tokens: int) -> Bool[Array, "B T"]:
-    """Which of the T padded steps of each sequence are real."""
-    return jnp.arange(tokens) < lengths[:, None]
-
-
-def zero_padding(rows: Float[Array, "B T *row"], lengths: Int[Array, "B"]) -> Float[Array, "B T *row"]:
-    """The rows with padded steps set to 0, whatever they held."""
-    real = token_mask(lengths, rows.shape[1])
-    return jnp.where(real.reshape(*real.shape, *[1] * (rows.ndim - 2)), rows, 0)
 
 
 def write_rows(

@@ -5,10 +5,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 LAYERS = 2
 DECODE_BATCHES = (1, 64, 256)
 PREFILL_TOKENS = 2048
+
+
+def array(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+    """An argument of a case."""
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def total_bytes(*arrays: jax.ShapeDtypeStruct) -> int:
+    """Of all the arrays."""
+    return sum(x.size * x.dtype.itemsize for x in arrays)
 
 
 @dataclass(frozen=True)

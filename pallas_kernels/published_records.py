@@ -11,7 +11,7 @@ from pallas_kernels.gated_delta.buffered import buffered
 from pallas_kernels.gated_delta.records import DeltaRecords
 from pallas_kernels.gated_delta.replay import replay
 from pallas_kernels.gated_delta.verify import verify
-from pallas_kernels.published_case import LAYERS, PREFILL_TOKENS, Case
+from pallas_kernels.published_case import LAYERS, PREFILL_TOKENS, Case, array, total_bytes
 from pallas_kernels.published_models import DELTA_MODELS, DeltaModel
 
 # Rings of few layers would fit into VMEM, where the compiler then moves them whole.
@@ -19,16 +19,8 @@ RING_SIZE, RING_LAYERS = 16, 20
 DRAFT_TOKENS = (4, 8)
 
 
-def _array(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype)
-
-
-def _bytes(*arrays: jax.ShapeDtypeStruct) -> int:
-    return sum(x.size * x.dtype.itemsize for x in arrays)
-
-
 def _state(model: DeltaModel, batch: int, layers: int = LAYERS) -> jax.ShapeDtypeStruct:
-    return _array(layers, batch + 2, model.value_heads, model.dim, model.dim)
+    return array(layers, batch + 2, model.value_heads, model.dim, model.dim)
 
 
 def _state_bytes(model: DeltaModel) -> int:
@@ -39,17 +31,17 @@ def _state_bytes(model: DeltaModel) -> int:
 def _records(model: DeltaModel, *tokens: int) -> tuple[jax.ShapeDtypeStruct, ...]:
     decay = (model.value_heads, model.dim) if model.per_channel else (model.value_heads,)
     return (
-        _array(*tokens, model.key_heads, model.dim), _array(*tokens, model.value_heads, model.dim),
-        _array(*tokens, *decay),
+        array(*tokens, model.key_heads, model.dim), array(*tokens, model.value_heads, model.dim),
+        array(*tokens, *decay),
     )  # fmt: skip
 
 
 def _inputs(model: DeltaModel, batch: int, tokens: int) -> tuple[jax.ShapeDtypeStruct, ...]:
     """q, k, v, log_decay and beta as layers have them: the heads of a token side by side."""
-    keys = _array(batch, tokens, model.key_heads * model.dim, dtype=jnp.bfloat16)
-    values = _array(batch, tokens, model.value_heads * model.dim, dtype=jnp.bfloat16)
-    decay = _array(batch, tokens, model.value_heads * (model.dim if model.per_channel else 1))
-    return keys, keys, values, decay, _array(batch, tokens, model.value_heads)
+    keys = array(batch, tokens, model.key_heads * model.dim, dtype=jnp.bfloat16)
+    values = array(batch, tokens, model.value_heads * model.dim, dtype=jnp.bfloat16)
+    decay = array(batch, tokens, model.value_heads * (model.dim if model.per_channel else 1))
+    return keys, keys, values, decay, array(batch, tokens, model.value_heads)
 
 
 def _by_head(state, q, k, v, log_decay, beta) -> tuple[Any, Any, Any, Any, Any]:
@@ -66,8 +58,8 @@ def _steps(model: DeltaModel, batch: int) -> int:
 def gated_delta_verify_case(name: str, batch: int, tokens: int) -> Case:
     """One verification of `tokens` draft tokens a row. The state is no result: it is neither donated nor returned."""
     model = DELTA_MODELS[name]
-    inputs, rows = _inputs(model, batch, tokens), _array(batch, dtype=jnp.int32)
-    results = (_array(batch, tokens, model.value_heads, model.dim), *_records(model, batch, tokens))
+    inputs, rows = _inputs(model, batch, tokens), array(batch, dtype=jnp.int32)
+    results = (array(batch, tokens, model.value_heads, model.dim), *_records(model, batch, tokens))
 
     def function(*arguments):
         *inputs, state, layer, read_slots, lengths = arguments
@@ -77,8 +69,8 @@ def gated_delta_verify_case(name: str, batch: int, tokens: int) -> Case:
 
     return Case(
         "gated_delta", name, "verify", function,
-        (*inputs, _state(model, batch), _array(dtype=jnp.int32), rows, rows), (), batch * tokens,
-        _steps(model, batch), 0, batch * _state_bytes(model) + _bytes(*inputs, *results),
+        (*inputs, _state(model, batch), array(dtype=jnp.int32), rows, rows), (), batch * tokens,
+        _steps(model, batch), 0, batch * _state_bytes(model) + total_bytes(*inputs, *results),
         batch * tokens * model.value_heads * model.dim * 2 * model.dim,
     )  # fmt: skip
 
@@ -86,9 +78,9 @@ def gated_delta_verify_case(name: str, batch: int, tokens: int) -> Case:
 def gated_delta_replay_case(name: str, batch: int, tokens: int) -> Case:
     """One replay of up to `tokens` records a row."""
     model = DELTA_MODELS[name]
-    records, rows = _records(model, batch, tokens), _array(batch, dtype=jnp.int32)
+    records, rows = _records(model, batch, tokens), array(batch, dtype=jnp.int32)
 
-    flat = [_array(batch, tokens, x.size // (batch * tokens)) for x in records]
+    flat = [array(batch, tokens, x.size // (batch * tokens)) for x in records]
 
     def function(*arguments):
         *flat, state, layer, read_slots, write_slots, accepted = arguments
@@ -97,8 +89,8 @@ def gated_delta_replay_case(name: str, batch: int, tokens: int) -> Case:
 
     return Case(
         "gated_delta", name, "replay", function,
-        (*flat, _state(model, batch), _array(dtype=jnp.int32), rows, rows, rows), 3, batch * tokens,
-        _steps(model, batch), 0, 2 * batch * _state_bytes(model) + _bytes(*records),
+        (*flat, _state(model, batch), array(dtype=jnp.int32), rows, rows, rows), 3, batch * tokens,
+        _steps(model, batch), 0, 2 * batch * _state_bytes(model) + total_bytes(*records),
         batch * tokens * model.value_heads * model.dim * model.dim,
     )  # fmt: skip
 
@@ -107,8 +99,8 @@ def gated_delta_checkpoints_case(name: str, batch: int, tokens: int = PREFILL_TO
     """A prefill that keeps the states of so many boundaries besides its end. Chunks computed again do not count."""
     model = DELTA_MODELS[name]
     heads, dim = model.value_heads, model.dim
-    inputs, rows = _inputs(model, batch, tokens), _array(batch, dtype=jnp.int32)
-    numbers = _array(batch, checkpoints, dtype=jnp.int32)
+    inputs, rows = _inputs(model, batch, tokens), array(batch, dtype=jnp.int32)
+    numbers = array(batch, checkpoints, dtype=jnp.int32)
 
     def function(*arguments):
         *inputs, state, layer, reads, writes, lengths, kept_lengths, kept_slots = arguments
@@ -121,9 +113,9 @@ def gated_delta_checkpoints_case(name: str, batch: int, tokens: int = PREFILL_TO
     edges = batch * heads // tpu_prefill.heads_per_block(heads, groups, dim * dim * 4)
     return Case(
         "gated_delta", name, "prefill", function,
-        (*inputs, _state(model, batch), _array(dtype=jnp.int32), rows, rows, rows, numbers, numbers), len(inputs),
+        (*inputs, _state(model, batch), array(dtype=jnp.int32), rows, rows, rows, numbers, numbers), len(inputs),
         batch * tokens, edges * -(-tokens // chunk), edges,
-        (2 + checkpoints) * batch * _state_bytes(model) + _bytes(*inputs) + batch * tokens * heads * dim * 4,
+        (2 + checkpoints) * batch * _state_bytes(model) + total_bytes(*inputs) + batch * tokens * heads * dim * 4,
         batch * tokens * heads * dim * (2 * chunk + 3 * dim),
     )  # fmt: skip
 
@@ -133,8 +125,8 @@ def gated_delta_buffered_case(name: str, batch: int, ring_size: int = RING_SIZE)
     `ring_size` written."""
     model = DELTA_MODELS[name]
     heads, dim = model.value_heads, model.dim
-    inputs, rows = _inputs(model, batch, 1), _array(batch, dtype=jnp.int32)
-    ring, record = _records(model, RING_LAYERS, batch + 2, ring_size), _bytes(*_records(model, batch))
+    inputs, rows = _inputs(model, batch, 1), array(batch, dtype=jnp.int32)
+    ring, record = _records(model, RING_LAYERS, batch + 2, ring_size), total_bytes(*_records(model, batch))
 
     def function(*arguments):
         *inputs, state, k, u, decays, layer, read_slots, write_slots, cursors, lengths = arguments
@@ -148,10 +140,10 @@ def gated_delta_buffered_case(name: str, batch: int, ring_size: int = RING_SIZE)
     label = name if ring_size == RING_SIZE else f"{name}, ring of {ring_size}"
     return Case(
         "gated_delta", label, "buffered", function,
-        (*inputs, _state(model, batch, RING_LAYERS), *ring, _array(dtype=jnp.int32), rows, rows, rows, rows),
+        (*inputs, _state(model, batch, RING_LAYERS), *ring, array(dtype=jnp.int32), rows, rows, rows, rows),
         (5, 6, 7, 8), batch, steps, steps // ring_size,
-        states + states // ring_size + (ring_size + 1) * record // 2 + _bytes(*inputs) + batch * heads * dim * 4, 0,
-        rare=True,
+        states + states // ring_size + (ring_size + 1) * record // 2 + total_bytes(*inputs)
+        + batch * heads * dim * 4, 0, rare=True,
     )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.published_case import LAYERS, PREFILL_TOKENS, Case
+from pallas_kernels.published_case import LAYERS, PREFILL_TOKENS, Case, array, total_bytes
 from pallas_kernels.published_state_space import SSD_MODELS, SsdModel
 from pallas_kernels.ssd import ssd, tpu_prefill
 from pallas_kernels.ssd.buffered import buffered
@@ -19,16 +19,8 @@ from pallas_kernels.ssd.verify import verify
 RING_SIZE, RING_LAYERS = 16, 20
 
 
-def _array(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype)
-
-
-def _bytes(*arrays: jax.ShapeDtypeStruct) -> int:
-    return sum(x.size * x.dtype.itemsize for x in arrays)
-
-
 def _state(model: SsdModel, batch: int, layers: int = LAYERS) -> jax.ShapeDtypeStruct:
-    return _array(layers, batch + 2, model.heads, model.head_dim, model.state_size)
+    return array(layers, batch + 2, model.heads, model.head_dim, model.state_size)
 
 
 def _state_bytes(model: SsdModel) -> int:
@@ -38,17 +30,17 @@ def _state_bytes(model: SsdModel) -> int:
 
 def _records(model: SsdModel, *tokens: int) -> tuple[jax.ShapeDtypeStruct, ...]:
     return (
-        _array(*tokens, model.groups, model.state_size), _array(*tokens, model.heads * model.head_dim),
-        _array(*tokens, model.heads),
+        array(*tokens, model.groups, model.state_size), array(*tokens, model.heads * model.head_dim),
+        array(*tokens, model.heads),
     )  # fmt: skip
 
 
 def _inputs(model: SsdModel, batch: int, tokens: int) -> tuple[jax.ShapeDtypeStruct, ...]:
     """x, dt, A, B, C and D as layers have them: the heads or groups of a token side by side."""
-    shared = _array(batch, tokens, model.groups * model.state_size, dtype=jnp.bfloat16)
+    shared = array(batch, tokens, model.groups * model.state_size, dtype=jnp.bfloat16)
     return (
-        _array(batch, tokens, model.heads * model.head_dim, dtype=jnp.bfloat16), _array(batch, tokens, model.heads),
-        _array(model.heads), shared, shared, _array(model.heads),
+        array(batch, tokens, model.heads * model.head_dim, dtype=jnp.bfloat16), array(batch, tokens, model.heads),
+        array(model.heads), shared, shared, array(model.heads),
     )  # fmt: skip
 
 
@@ -65,8 +57,8 @@ def _steps(model: SsdModel, batch: int) -> int:
 def ssd_verify_case(name: str, batch: int, tokens: int) -> Case:
     """One verification of `tokens` draft tokens a row. The state is no result: it is neither donated nor returned."""
     model = SSD_MODELS[name]
-    inputs, rows = _inputs(model, batch, tokens), _array(batch, dtype=jnp.int32)
-    results = (_array(batch, tokens, model.heads * model.head_dim), *_records(model, batch, tokens))
+    inputs, rows = _inputs(model, batch, tokens), array(batch, dtype=jnp.int32)
+    results = (array(batch, tokens, model.heads * model.head_dim), *_records(model, batch, tokens))
 
     def function(*arguments):
         *inputs, state, layer, read_slots, lengths = arguments
@@ -75,8 +67,8 @@ def ssd_verify_case(name: str, batch: int, tokens: int) -> Case:
         return tuple(x.reshape(*x.shape[:2], -1) for x in (out, *records.leaves()))
 
     return Case(
-        "ssd", name, "verify", function, (*inputs, _state(model, batch), _array(dtype=jnp.int32), rows, rows), (),
-        batch * tokens, _steps(model, batch), 0, batch * _state_bytes(model) + _bytes(*inputs, *results),
+        "ssd", name, "verify", function, (*inputs, _state(model, batch), array(dtype=jnp.int32), rows, rows), (),
+        batch * tokens, _steps(model, batch), 0, batch * _state_bytes(model) + total_bytes(*inputs, *results),
         batch * tokens * model.heads * model.head_dim * model.state_size,
     )  # fmt: skip
 
@@ -84,17 +76,17 @@ def ssd_verify_case(name: str, batch: int, tokens: int) -> Case:
 def ssd_replay_case(name: str, batch: int, tokens: int) -> Case:
     """One replay of up to `tokens` records a row."""
     model = SSD_MODELS[name]
-    records, rows = _records(model, batch, tokens), _array(batch, dtype=jnp.int32)
+    records, rows = _records(model, batch, tokens), array(batch, dtype=jnp.int32)
 
     def function(B, dt_x, log_decay, state, layer, read_slots, write_slots, accepted):
         B = B.reshape(*B.shape[:2], model.groups, model.state_size)
         return replay(SsdRecords(B, dt_x, log_decay), accepted, state, layer, read_slots, write_slots)
 
-    flat_B = _array(batch, tokens, model.groups * model.state_size)
+    flat_B = array(batch, tokens, model.groups * model.state_size)
     return Case(
         "ssd", name, "replay", function,
-        (flat_B, *records[1:], _state(model, batch), _array(dtype=jnp.int32), rows, rows, rows), 3, batch * tokens,
-        _steps(model, batch), 0, 2 * batch * _state_bytes(model) + _bytes(*records),
+        (flat_B, *records[1:], _state(model, batch), array(dtype=jnp.int32), rows, rows, rows), 3, batch * tokens,
+        _steps(model, batch), 0, 2 * batch * _state_bytes(model) + total_bytes(*records),
         batch * tokens * model.heads * model.head_dim * model.state_size,
     )  # fmt: skip
 
@@ -103,8 +95,8 @@ def ssd_buffered_case(name: str, batch: int, ring_size: int = RING_SIZE) -> Case
     """One step of buffered decode. The fewest bytes are those of an average step: a ring half full, and one state in
     `ring_size` written."""
     model = SSD_MODELS[name]
-    inputs, rows = _inputs(model, batch, 1), _array(batch, dtype=jnp.int32)
-    ring, record = _records(model, RING_LAYERS, batch + 2, ring_size), _bytes(*_records(model, batch))
+    inputs, rows = _inputs(model, batch, 1), array(batch, dtype=jnp.int32)
+    ring, record = _records(model, RING_LAYERS, batch + 2, ring_size), total_bytes(*_records(model, batch))
 
     def function(*arguments):
         *inputs, state, B, dt_x, log_decay, layer, read_slots, write_slots, cursors, lengths = arguments
@@ -115,9 +107,9 @@ def ssd_buffered_case(name: str, batch: int, ring_size: int = RING_SIZE) -> Case
     states = batch * _state_bytes(model)
     return Case(
         "ssd", name, "buffered", function,
-        (*inputs, _state(model, batch, RING_LAYERS), *ring, _array(dtype=jnp.int32), rows, rows, rows, rows),
+        (*inputs, _state(model, batch, RING_LAYERS), *ring, array(dtype=jnp.int32), rows, rows, rows, rows),
         (6, 7, 8, 9), batch, _steps(model, batch), _steps(model, batch) // ring_size,
-        states + states // ring_size + (ring_size + 1) * record // 2 + _bytes(*inputs)
+        states + states // ring_size + (ring_size + 1) * record // 2 + total_bytes(*inputs)
         + batch * model.heads * model.head_dim * 4, 0, rare=True,
     )  # fmt: skip
 
@@ -125,8 +117,8 @@ def ssd_buffered_case(name: str, batch: int, ring_size: int = RING_SIZE) -> Case
 def ssd_checkpoints_case(name: str, batch: int, tokens: int = PREFILL_TOKENS, checkpoints: int = 4) -> Case:
     """A prefill that keeps the states of so many boundaries besides its end."""
     model = SSD_MODELS[name]
-    inputs, rows = _inputs(model, batch, tokens), _array(batch, dtype=jnp.int32)
-    numbers = _array(batch, checkpoints, dtype=jnp.int32)
+    inputs, rows = _inputs(model, batch, tokens), array(batch, dtype=jnp.int32)
+    numbers = array(batch, checkpoints, dtype=jnp.int32)
 
     def function(*arguments):
         *inputs, state, layer, reads, writes, lengths, kept_lengths, kept_slots = arguments
@@ -139,9 +131,9 @@ def ssd_checkpoints_case(name: str, batch: int, tokens: int = PREFILL_TOKENS, ch
     ) * -(-tokens // CHUNK)  # fmt: skip
     return Case(
         "ssd", name, "prefill", function,
-        (*inputs, _state(model, batch), _array(dtype=jnp.int32), rows, rows, rows, numbers, numbers), len(inputs),
+        (*inputs, _state(model, batch), array(dtype=jnp.int32), rows, rows, rows, numbers, numbers), len(inputs),
         batch * tokens, steps, 0,
-        (2 + checkpoints) * batch * _state_bytes(model) + _bytes(*inputs)
+        (2 + checkpoints) * batch * _state_bytes(model) + total_bytes(*inputs)
         + batch * tokens * model.heads * model.head_dim * 4,
         batch * tokens * model.heads * model.head_dim * (CHUNK // 2 + 2 * model.state_size),
     )  # fmt: skip

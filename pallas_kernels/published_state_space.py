@@ -6,10 +6,9 @@ The channels of a token lie side by side, and a decode step has no axis of token
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
-from pallas_kernels.published_case import DECODE_BATCHES, LAYERS, PREFILL_TOKENS, Case
+from pallas_kernels.published_case import DECODE_BATCHES, LAYERS, PREFILL_TOKENS, Case, array, total_bytes
 from pallas_kernels.selective_scan import selective_scan
 from pallas_kernels.selective_scan import tpu as scan_tpu
 from pallas_kernels.ssd import ssd, tpu_decode, tpu_prefill
@@ -37,27 +36,19 @@ SCAN_MODELS = {"Jamba 1.5 Mini": 8192, "Jamba 1.5 Large": 16384}
 SCAN_STATE_SIZE = 16
 
 
-def _array(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype)
-
-
 def _lead(batch: int, tokens: int) -> tuple[int, ...]:
     return (batch,) if tokens == 1 else (batch, tokens)
 
 
-def _bytes(arrays: tuple[jax.ShapeDtypeStruct, ...]) -> int:
-    return sum(x.size * x.dtype.itemsize for x in arrays)
-
-
 def ssd_case(name: str, batch: int, tokens: int, dtype: Any = jnp.bfloat16) -> Case:
     """One call of `ssd` with x, B and C of this dtype, and a pool of two layers and two slots to spare."""
-    model, rows = SSD_MODELS[name], _array(batch, dtype=jnp.int32)
+    model, rows = SSD_MODELS[name], array(batch, dtype=jnp.int32)
     channels, shared, lead = model.heads * model.head_dim, model.groups * model.state_size, _lead(batch, tokens)
     inputs = (
-        _array(*lead, channels, dtype=dtype), _array(*lead, model.heads), _array(model.heads),
-        _array(*lead, shared, dtype=dtype), _array(*lead, shared, dtype=dtype), _array(model.heads),
+        array(*lead, channels, dtype=dtype), array(*lead, model.heads), array(model.heads),
+        array(*lead, shared, dtype=dtype), array(*lead, shared, dtype=dtype), array(model.heads),
     )  # fmt: skip
-    state = _array(LAYERS, batch + 2, model.heads, model.head_dim, model.state_size)
+    state = array(LAYERS, batch + 2, model.heads, model.head_dim, model.state_size)
     shape = (model.heads, model.groups, model.head_dim, model.state_size)
     if tokens == 1:
         steps, edges, multiply_adds = batch * (model.heads // tpu_decode.heads_per_block(*shape)), 0, 0
@@ -77,19 +68,20 @@ def ssd_case(name: str, batch: int, tokens: int, dtype: Any = jnp.bfloat16) -> C
 
     return Case(
         "ssd", name, "decode" if tokens == 1 else "prefill", run,
-        (*inputs, state, _array(dtype=jnp.int32), *[rows] * 3), 6, batch * tokens, steps, edges,
-        2 * 4 * batch * channels * model.state_size + _bytes(inputs) + 4 * batch * tokens * channels, multiply_adds,
+        (*inputs, state, array(dtype=jnp.int32), *[rows] * 3), 6, batch * tokens, steps, edges,
+        2 * 4 * batch * channels * model.state_size + total_bytes(*inputs) + 4 * batch * tokens * channels,
+        multiply_adds,
     )  # fmt: skip
 
 
 def selective_scan_case(name: str, batch: int, tokens: int) -> Case:
     """One call of `selective_scan` with x, B and C bfloat16, and a pool of two layers and two slots to spare."""
-    channels, numbers, rows = SCAN_MODELS[name], SCAN_STATE_SIZE, _array(batch, dtype=jnp.int32)
+    channels, numbers, rows = SCAN_MODELS[name], SCAN_STATE_SIZE, array(batch, dtype=jnp.int32)
     lead = _lead(batch, tokens)
-    vectors = _array(*lead, numbers, dtype=jnp.bfloat16)
+    vectors = array(*lead, numbers, dtype=jnp.bfloat16)
     inputs = (
-        _array(*lead, channels, dtype=jnp.bfloat16), _array(*lead, channels),
-        _array(numbers, channels), vectors, vectors, _array(channels),
+        array(*lead, channels, dtype=jnp.bfloat16), array(*lead, channels),
+        array(numbers, channels), vectors, vectors, array(channels),
     )  # fmt: skip
     steps, edges, trips = scan_tpu.grid_steps(batch, tokens, channels, numbers)
 
@@ -100,9 +92,9 @@ def selective_scan_case(name: str, batch: int, tokens: int) -> Case:
 
     return Case(
         "selective_scan", name, "decode" if tokens == 1 else "prefill", run,
-        (*inputs, _array(LAYERS, batch + 2, numbers, channels), _array(dtype=jnp.int32), *[rows] * 3),
+        (*inputs, array(LAYERS, batch + 2, numbers, channels), array(dtype=jnp.int32), *[rows] * 3),
         6, batch * tokens, steps, edges,
-        2 * 4 * batch * channels * numbers + _bytes(inputs) + 4 * batch * tokens * channels, 0, trips,
+        2 * 4 * batch * channels * numbers + total_bytes(*inputs) + 4 * batch * tokens * channels, 0, trips,
     )  # fmt: skip
 
 

@@ -24,6 +24,23 @@ def read(
     return state[layer, slots]
 
 
+def checkpoint_options(
+    checkpoint_lengths: Int[Array, "B M"] | None, checkpoint_slots: Int[Array, "B M"] | None
+) -> dict[str, Array]:
+    """Of a call that keeps states at boundaries besides; none without. Raises ValueError for one of the two alone."""
+    if checkpoint_lengths is None and checkpoint_slots is None:
+        return {}
+    if checkpoint_lengths is None or checkpoint_slots is None:
+        given, missing = ("slots", "lengths") if checkpoint_lengths is None else ("lengths", "slots")
+        raise ValueError(f"checkpoint_{given} without checkpoint_{missing}: expected both, or neither")
+    if checkpoint_lengths.shape != checkpoint_slots.shape:
+        raise ValueError(
+            f"checkpoint_lengths and checkpoint_slots: expected one shape [B, M], "
+            f"got {checkpoint_lengths.shape} and {checkpoint_slots.shape}"
+        )
+    return {"checkpoint_lengths": checkpoint_lengths, "checkpoint_slots": checkpoint_slots}
+
+
 def write(
     state: Float[Array, "L N *slot"],
     layer: int | Int[Array, ""],

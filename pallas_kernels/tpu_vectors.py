@@ -34,14 +34,17 @@ class Columns:
         return (row % count == pick).astype(jnp.bfloat16)
 
 
-def bfloat16_parts(x: Float[Array, "n d"]) -> list[Float[Array, "n d"]]:
-    """Three float32 arrays of bfloat16 precision whose sum is x."""
-    high = x.astype(jnp.bfloat16).astype(jnp.float32)
-    middle = (x - high).astype(jnp.bfloat16).astype(jnp.float32)
-    return [high, middle, x - high - middle]
+def bfloat16_parts(x: Float[Array, "n d"], count: int = 3) -> list[Float[Array, "n d"]]:
+    """Float32 arrays whose sum is x, all but the last of bfloat16 precision; of three parts the last is so too."""
+    found = []
+    for _ in range(count - 1):
+        found.append(x.astype(jnp.bfloat16).astype(jnp.float32))
+        x = x - found[-1]
+    return [*found, x]
 
 
-def normalised(x: Float[Array, "h d"]) -> Float[Array, "h d"]:
+def normalised(x: Float[Array, "*_ d"]) -> Float[Array, "*_ d"]:
+    """In float32, divided by sqrt(sum of squares + 1e-6)."""
     x = x.astype(jnp.float32)
     return x * jax.lax.rsqrt((x * x).sum(axis=-1, keepdims=True) + 1e-6)
 

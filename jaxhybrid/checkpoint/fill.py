@@ -24,6 +24,7 @@ from jaxtyping import Array, Bool, Shaped
 
 from jaxhybrid.checkpoint.problems import dtype_kind, raise_problems, show_path
 from jaxhybrid.checkpoint.safetensors_folder import TensorInfo
+from jaxhybrid.placement import zeros
 
 LeafPath = tuple[Any, ...]  # keys, as Flax gives them: str and int
 Leaves = dict[LeafPath, Shaped[Array, "..."]]
@@ -98,8 +99,8 @@ def fill(
                 continue
             leaf = leaves.pop(rule.path, None)
             if leaf is None:
-                leaf = _empty(spec)
-            leaves[rule.path], finite = _writer(_working_format(spec))(leaf, value, rule.index)
+                leaf = zeros(spec.shape, spec.dtype, _working_place(spec))
+            leaves[rule.path], finite = _writer(_working_place(spec))(leaf, value, rule.index)
             del leaf, value
             _settle(leaves[rule.path])
             if check_finite and not finite:
@@ -235,22 +236,16 @@ def _working_sharding(sharding: Sharding | None, dropped: int = 0) -> Sharding |
     return NamedSharding(mesh, PartitionSpec(*sharding.spec[dropped:]), memory_kind=sharding.memory_kind)
 
 
-def _working_format(spec: jax.ShapeDtypeStruct) -> Format | None:
-    """Where a leaf lies while it is filled, if it says in which order of its dimensions."""
-    return spec.format.layout and Format(spec.format.layout, _working_sharding(spec.sharding))
-
-
-def _empty(spec: jax.ShapeDtypeStruct) -> Shaped[Array, "..."]:
-    place = _working_format(spec)
-    if place is None:
-        return jnp.zeros(spec.shape, spec.dtype, device=_working_sharding(spec.sharding))
-    return jax.jit(functools.partial(jnp.zeros, spec.shape, spec.dtype), out_shardings=place)()
+def _working_place(spec: jax.ShapeDtypeStruct) -> Sharding | Format | None:
+    """Where a leaf lies while it is filled."""
+    where = _working_sharding(spec.sharding)
+    return Format(spec.format.layout, where) if spec.format.layout else where
 
 
 @functools.cache
-def _writer(place: Format | None):
+def _writer(place: Sharding | Format | None):
     """`_write` as a program, for leaves that lie there."""
-    return jax.jit(_write, donate_argnums=0, out_shardings=place and (place, None))
+    return jax.jit(_write, donate_argnums=0, out_shardings=(place, None))
 
 
 def _write(

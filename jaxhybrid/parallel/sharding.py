@@ -2,10 +2,11 @@
 
 import jax
 from flax import nnx
-from jax.experimental.layout import Format, Layout
-from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
+from jax.experimental.layout import Format
+from jax.sharding import NamedSharding, Sharding
 
 from jaxhybrid.layers.parameter import WholeParam
+from jaxhybrid.placement import row_major
 from jaxhybrid.state.arrays import PoolPlaces
 from jaxhybrid.state.layout import LeafSpec, StateLayout
 from pallas_kernels.partition import Partition
@@ -29,14 +30,9 @@ def parameter_struct(variable: nnx.Variable, partition: Partition | None, platfo
     return jax.ShapeDtypeStruct(variable.shape, variable.dtype, sharding=place)
 
 
-def row_major(dimensions: int, where: Sharding | None) -> Format:
-    """Last dimension first, on these devices (by default the first one), whatever a compiler would rather have."""
-    return Format(Layout(tuple(range(dimensions))), where or SingleDeviceSharding(jax.devices()[0]))
-
-
 def leaf_sharding(leaf: LeafSpec, partition: Partition) -> NamedSharding:
     """Of a state leaf's array: layers, slots or pages, and a page's tokens are never split."""
-    above = 2 if leaf.growth == "fixed" else 3
+    above = leaf.leading
     return partition.sharding((*(None,) * above, *leaf.axes), (*(1,) * above, *leaf.shape))
 
 
@@ -54,7 +50,7 @@ def pool_places(layout: StateLayout, partition: Partition | None, platform: str)
         if platform != "tpu":
             assert where is not None
             return where
-        return row_major((2 if leaf.growth == "fixed" else 3) + len(leaf.shape), where)
+        return row_major(leaf.leading + len(leaf.shape), where)
 
     places: PoolPlaces = {}
     for leaf in layout.leaves:

@@ -1,15 +1,13 @@
 """The arrays of a state pool: zeros to begin with, donated to every program and returned by it."""
 
 from collections.abc import Mapping
-from functools import partial
 
-import jax
-import jax.numpy as jnp
 from jax.experimental.layout import Format
 from jax.sharding import Sharding
 from jaxtyping import Array
 
 from jaxhybrid.errors import ConfigError
+from jaxhybrid.placement import zeros
 from jaxhybrid.state.layout import LeafSpec, StateLayout
 
 PoolArrays = dict[str, dict[str, Array]]  # group -> leaf -> [layers, slots, ...] or [layers, pages, page_size, ...]
@@ -43,15 +41,8 @@ def pool_arrays(
     for leaf in layout.leaves:
         shape = leaf_shape(leaf, slots, pages, page_size)
         place = None if places is None else places[leaf.group][leaf.name]
-        arrays.setdefault(leaf.group, {})[leaf.name] = _zeros(shape, leaf.dtype, place)
+        arrays.setdefault(leaf.group, {})[leaf.name] = zeros(shape, leaf.dtype, place)
     return arrays
-
-
-def _zeros(shape: tuple[int, ...], dtype: str, place: Sharding | Format | None) -> Array:
-    """As a program where there is a place to say: only a program's results can be laid out in any order."""
-    if place is None:
-        return jnp.zeros(shape, dtype)
-    return jax.jit(partial(jnp.zeros, shape, dtype), out_shardings=place)()
 
 
 def bytes_by_kind(layout: StateLayout, slots: int, pages: int, page_size: int) -> Mapping[str, int]:

@@ -43,6 +43,11 @@ class LeafSpec:
     stride: int = 1
 
     @property
+    def leading(self) -> int:
+        """Dimensions of its array before `shape`: layers and slots; or layers, pages and a page's tokens."""
+        return 2 if self.growth == "fixed" else 3
+
+    @property
     def bytes(self) -> int:
         """Bytes of all layers, per token (paged) or per slot (fixed)."""
         return self.layers * math.prod(self.shape) * np.dtype(self.dtype).itemsize // self.stride

@@ -5,6 +5,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import paging, slots, tiles
+from pallas_kernels.padding import zero_padding
 
 # Stands for minus infinity in a running maximum, where a difference of two infinities would be NaN.
 _LOWEST = -1e30
@@ -95,7 +96,7 @@ def compressed_attention(
     """See `pallas_kernels.compressed_attention.compressed_attention`."""
     (batch, tokens, heads, width), past = q.shape, window.shape[2]
     old = slots.read(window, layer, read_slots)
-    keys = jnp.concatenate([old, paging.zero_padding(kv, lengths).astype(old.dtype)], axis=1)
+    keys = jnp.concatenate([old, zero_padding(kv, lengths).astype(old.dtype)], axis=1)
     tile = tiles.steps(batch * (past + paging.MIN_BLOCK_TOKENS) * (heads + width))
     # The last tile may reach past the last step.
     padded = jnp.pad(keys, ((0, 0), (0, tile), (0, 0)))
@@ -116,7 +117,7 @@ def compressed_attention(
         return entries, out
 
     steps = jnp.broadcast_to(jnp.arange(tokens), (batch, tokens))
-    arrays = (paging.zero_padding(q, lengths), steps, *([] if chosen is None else [chosen]))
+    arrays = (zero_padding(q, lengths), steps, *([] if chosen is None else [chosen]))
     entries, out = tiles.over(attend, tile, entries, *arrays)
     # Of n real tokens, the last w - 1 keys start at row n: nothing moves when n is 0.
     window = slots.write(

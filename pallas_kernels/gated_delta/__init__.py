@@ -5,6 +5,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.gated_delta import gpu, reference, tpu, xla
 from pallas_kernels.partition import Axes
 from pallas_kernels.registry import Implementation, Operator, choose
+from pallas_kernels.slots import checkpoint_options
 
 OPERATOR = Operator(
     "gated_delta",
@@ -58,13 +59,12 @@ def gated_delta(
             slot that another one reads (again save slot 0): rows are in flight at the same time.
         lengths: valid tokens of each row, 0 to T. A row of length 0 copies its state unchanged.
         checkpoint_lengths: after how many of its tokens a row's state is kept besides, up to its length; 0 is none.
-        checkpoint_slots: where it goes; 0 for none. Like write slots, and other than those.
+        checkpoint_slots: where it goes; 0 for none. Like write slots, and other than those. Either both or neither:
+            else ValueError.
 
     Returns:
         The outputs in float32 (unspecified on padding), and the updated state.
     """
     arguments = (q, k, v, log_decay, beta, state, layer, read_slots, write_slots, lengths)
-    options = {} if checkpoint_lengths is None else {
-        "checkpoint_lengths": checkpoint_lengths, "checkpoint_slots": checkpoint_slots,
-    }  # fmt: skip
+    options = checkpoint_options(checkpoint_lengths, checkpoint_slots)
     return choose(OPERATOR, *arguments, **options)(*arguments, **options)

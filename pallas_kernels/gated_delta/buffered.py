@@ -43,8 +43,8 @@ def buffered(
         out = d(t) S^T q_t + sum_i (q_t . d(i, t) k_i) u_i + (q_t . k_t) u_t
 
     The token's record joins the ring. If that fills it, all records are folded into S, and the ring is empty again:
-    `pallas_kernels.ring.next_cursors` says so for the
-    next step. To go back by n tokens, n at most the cursor, is to take n off it.
+    `pallas_kernels.ring.next_cursors` says so for the next step. To go back by n tokens, n at most the cursor, is to
+    take n off it.
 
     A row that stays in its slot writes its record alone, and its state only if it folds. A row whose write slot is not
     its read slot (the first step of a fork) leaves the latter as it is, and copies to the former: the folded state, or

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.padding import masked
+
 
 def gated_delta(
     q: Float[Array, "B T Hk dk"],
@@ -37,12 +39,6 @@ def gated_delta(
     if kept is not None:
         state = state.at[layer, checkpoint_slots].set(kept.astype(state.dtype))
     return out.swapaxes(0, 1), state
-
-
-def masked(counts: Int[Array, " B"], *arrays: Float[Array, "B T ..."]) -> list[Float[Array, "B T ..."]]:
-    """In float32, with 0 in place of all but the first counts[b] tokens: they then neither decay nor update."""
-    valid = jnp.arange(arrays[0].shape[1]) < counts[:, None]
-    return [jnp.where(valid.reshape(*valid.shape, *(1,) * (x.ndim - 2)), x, 0).astype(jnp.float32) for x in arrays]
 
 
 def step(S: Float[Array, "B Hv dk dv"], token: tuple[Array, ...]):

@@ -9,10 +9,7 @@ from pallas_kernels.gated_delta import tpu_decode, tpu_prefill
 
 def accepts(q: Array, k: Array, v: Array, *_: Any, **__: Any) -> str | None:
     """Why the kernels cannot run these arguments of `gated_delta`, or None."""
-    for name, width in (("key_head_dim", q.shape[3]), ("value_head_dim", v.shape[3])):
-        if width % 128:
-            return f"{name} {width} is not a multiple of 128"
-    return None
+    return tpu_decode.accepts_widths(q.shape[3], v.shape[3])
 
 
 def gated_delta(

@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.gated_delta.tpu_decode import BLOCK_BYTES
+from pallas_kernels.gated_delta.tpu_decode import BLOCK_BYTES, accepts_widths
 from pallas_kernels.tpu_vectors import Columns, fold, normalised
 
 # A ring's work is unrolled, and folded as one product of the matrix unit.
@@ -27,9 +27,8 @@ MAX_RING = 16
 
 def accepts(q: Array, k: Array, v: Array, log_decay: Array, beta: Array, state: Array, ring_k: Array, *_: Any):
     """Why the kernel cannot run these arguments of `buffered`, or None."""
-    for name, width in (("key_head_dim", q.shape[3]), ("value_head_dim", v.shape[3])):
-        if width % 128:
-            return f"{name} {width} is not a multiple of 128"
+    if refusal := accepts_widths(q.shape[3], v.shape[3]):
+        return refusal
     if ring_k.shape[2] > MAX_RING:
         return f"a ring of {ring_k.shape[2]} records is more than {MAX_RING}"
     return None

@@ -21,6 +21,14 @@ from pallas_kernels.tpu_vectors import Columns, normalised
 BLOCK_BYTES = 1 << 20
 
 
+def accepts_widths(key_dim: int, value_dim: int) -> str | None:
+    """Why the kernels on TPU cannot run heads of these widths, or None."""
+    for name, width in (("key_head_dim", key_dim), ("value_head_dim", value_dim)):
+        if width % 128:
+            return f"{name} {width} is not a multiple of 128"
+    return None
+
+
 def heads_per_block(value_heads: int, groups: int, state_bytes: int) -> int:
     """Value heads of a grid step: as many whole groups as fit into `BLOCK_BYTES`, at least one; divides the heads."""
     key_heads = value_heads // groups

@@ -107,6 +107,7 @@ def prefill(
         kernel = functools.partial(_checkpointing_kernel, checkpoints[0].shape[1])
         targets, out_slot = [x.reshape(-1) for x in checkpoints], pl.BlockSpec(memory_space=pl.ANY)
         kept = [pltpu.VMEM((size, key_dim, value_dim), state.dtype), pltpu.SemaphoreType.DMA]
+    moved = 2 * batch + sum(x.size for x in targets[:1])  # states, in or out
     out, state = pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -132,11 +133,7 @@ def prefill(
         cost_estimate=pl.CostEstimate(
             flops=2 * v.size * (2 * CHUNK + 3 * key_dim),
             transcendentals=log_decay.size,
-            bytes_accessed=(2 * batch + (targets[0].size if targets else 0))
-            * value_heads
-            * key_dim
-            * value_dim
-            * state.dtype.itemsize
+            bytes_accessed=moved * value_heads * key_dim * value_dim * state.dtype.itemsize
             + sum(x.size * x.dtype.itemsize for x in (q, k, v, log_decay, beta))
             + v.size * 4,
         ),

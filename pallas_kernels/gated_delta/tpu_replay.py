@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.gated_delta.tpu_decode import heads_per_block
+from pallas_kernels.gated_delta.tpu_decode import accepts_widths, heads_per_block
 from pallas_kernels.tpu_vectors import fold
 
 CHUNK = 16
@@ -21,10 +21,7 @@ CHUNK = 16
 
 def accepts(k: Array, u: Array, *_: Any) -> str | None:
     """Why the kernel cannot run these arguments of `replay`, or None."""
-    for name, width in (("key_head_dim", k.shape[3]), ("value_head_dim", u.shape[3])):
-        if width % 128:
-            return f"{name} {width} is not a multiple of 128"
-    return None
+    return accepts_widths(k.shape[3], u.shape[3])
 
 
 def replay(

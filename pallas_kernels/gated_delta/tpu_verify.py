@@ -15,8 +15,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.gated_delta.tpu_decode import heads_per_block
-from pallas_kernels.tpu_vectors import for_value_heads, product
+from pallas_kernels.gated_delta.tpu_decode import accepts_widths, heads_per_block
+from pallas_kernels.padding import masked
+from pallas_kernels.tpu_vectors import for_value_heads, normalised, product
 
 # Work on pairs of tokens grows with their square, and is unrolled.
 MAX_TOKENS = 16
@@ -24,9 +25,8 @@ MAX_TOKENS = 16
 
 def accepts(q: Array, k: Array, v: Array, *_: Any) -> str | None:
     """Why the kernel cannot run these arguments of `verify`, or None."""
-    for name, width in (("key_head_dim", q.shape[3]), ("value_head_dim", v.shape[3])):
-        if width % 128:
-            return f"{name} {width} is not a multiple of 128"
+    if refusal := accepts_widths(q.shape[3], v.shape[3]):
+        return refusal
     if q.shape[1] > MAX_TOKENS:
         return f"{q.shape[1]} draft tokens are more than {MAX_TOKENS}"
     return None
@@ -67,7 +67,6 @@ def verify(
 
     flat = lambda x: x.reshape(batch, tokens, -1)  # noqa: E731
     keys, values = vectors(size // groups * key_dim), vectors(size * value_dim)
-    row_valid = (jnp.arange(tokens) < lengths[:, None]).reshape(batch, tokens, *(1,) * (log_decay.ndim - 2))
     out, new_k, u = pl.pallas_call(
         _kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -95,7 +94,7 @@ def verify(
         by_block(beta),
         state,
     )
-    decays = jnp.where(row_valid, log_decay, 0).astype(jnp.float32)
+    (decays,) = masked(lengths, log_decay)
     return out.reshape(v.shape), new_k.reshape(k.shape), u.reshape(v.shape), decays
 
 
@@ -110,7 +109,7 @@ def _kernel(layer, read_slots, lengths, q, k, v, log_decay, beta, state, out, ne
         parts = jnp.stack([x[:, i : i + width] for i in range(0, x.shape[1], width)])
         return jnp.where(valid, parts.astype(jnp.float32), 0)
 
-    queries, keys = (_normalised(by_head(x, key_dim)) for x in (q, k))
+    queries, keys = (normalised(by_head(x, key_dim)) for x in (q, k))
     for head in range(len(keys)):
         new_k[:, head * key_dim : (head + 1) * key_dim] = keys[head]
     queries, keys = for_value_heads(queries * key_dim**-0.5, groups), for_value_heads(keys, groups)
@@ -150,7 +149,3 @@ def solve(
         u = u - kk * u[:, i : i + 1]
         out = out + qk * u[:, i : i + 1]
     return out, u
-
-
-def _normalised(x: Float[Array, "h T d"]) -> Float[Array, "h T d"]:
-    return x * jax.lax.rsqrt((x * x).sum(axis=2, keepdims=True) + 1e-6)

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.padding import masked
+
 
 def fold(
     S: Float[Array, "B Hv dk dv"],
@@ -24,9 +26,3 @@ def fold(
     k = jnp.repeat(k, u.shape[2] // k.shape[2], axis=2) * jnp.exp(later)
     added = jnp.einsum("bthk,bthv->bhkv", k, u, precision=jax.lax.Precision.HIGHEST)
     return jnp.exp(later[:, 0] + log_decay[:, 0])[..., None] * S + added
-
-
-def masked(counts: Int[Array, " B"], *arrays: Float[Array, "B T ..."]) -> list[Float[Array, "B T ..."]]:
-    """In float32, with 0 in place of all but the first counts[b] tokens."""
-    valid = jnp.arange(arrays[0].shape[1]) < counts[:, None]
-    return [jnp.where(jnp.expand_dims(valid, range(2, x.ndim)), x, 0).astype(jnp.float32) for x in arrays]

@@ -5,7 +5,8 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import slots
 from pallas_kernels.gated_delta import xla
-from pallas_kernels.gated_delta.xla_fold import fold, masked
+from pallas_kernels.gated_delta.xla_fold import fold
+from pallas_kernels.padding import masked
 
 
 def verify(

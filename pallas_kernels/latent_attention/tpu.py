@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import paged_softmax_tpu as softmax
 from pallas_kernels import paging
 from pallas_kernels.latent_attention.xla import expansion_pays
+from pallas_kernels.padding import zero_padding
 
 # Rows of a step's matrix of queries: heads x tokens.
 _ROWS = 1024
@@ -87,4 +88,4 @@ def latent_attention(
     out = softmax.ungrouped(out, cut.tokens)[:, :tokens]
     if not expand:
         out = jnp.einsum("bthr,hvr->bthv", out, w_v)
-    return (out if tokens == 1 else paging.zero_padding(out, lengths)).astype(q_nope.dtype), pages
+    return (out if tokens == 1 else zero_padding(out, lengths)).astype(q_nope.dtype), pages

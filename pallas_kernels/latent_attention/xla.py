@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import paging
+from pallas_kernels.padding import zero_padding
 
 
 def expansion_pays(tokens: int, nope_dim: int, value_dim: int, latent_dim: int) -> bool:
@@ -54,7 +55,7 @@ def latent_attention(
         values = jnp.einsum("bsr,hvr->bhsv", latents, w_v)
         return jnp.concatenate([keys, jnp.broadcast_to(rope, (*keys.shape[:3], rope.shape[-1]))], axis=-1), values
 
-    q_nope, q_rope = paging.zero_padding(q_nope, lengths), paging.zero_padding(q_rope, lengths)
+    q_nope, q_rope = zero_padding(q_nope, lengths), zero_padding(q_rope, lengths)
     first = q_nope if expand else jnp.einsum("bthd,hdr->bthr", q_nope, w_k)
     out, pages = paging.attend_blocks(
         jnp.concatenate([first, q_rope], axis=-1),

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import paged_softmax_tpu as softmax
 from pallas_kernels import paging
+from pallas_kernels.padding import zero_padding
 
 # Rows of a group's matrix of queries, and of all groups' where one step takes them all.
 _ROWS, _FEW_ROWS = 1024, 512
@@ -94,4 +95,4 @@ def paged_attention(
     )
     out = softmax.ungrouped(out, cut.tokens)[:, :tokens].astype(q.dtype)
     # A row without tokens is 0 already.
-    return out if tokens == 1 else paging.zero_padding(out, lengths), k_pages, v_pages
+    return out if tokens == 1 else zero_padding(out, lengths), k_pages, v_pages

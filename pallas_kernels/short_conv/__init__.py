@@ -7,6 +7,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.partition import Axes, split
 from pallas_kernels.registry import Implementation, Operator, choose
 from pallas_kernels.short_conv import gpu, reference, tpu, xla
+from pallas_kernels.slots import checkpoint_options
 
 OPERATOR = Operator(
     "short_conv",
@@ -50,7 +51,8 @@ def short_conv(
         lengths: valid tokens of each row, 0 to T. A row of length 0 copies its state unchanged.
         bias: added before SiLU.
         checkpoint_lengths: after how many of its tokens a row's state is kept besides, up to its length; 0 is none.
-        checkpoint_slots: where it goes; 0 for none. Like write slots, and other than those.
+        checkpoint_slots: where it goes; 0 for none. Like write slots, and other than those. Either both or neither:
+            else ValueError.
         axis: what the channels' last dimension goes by, on a mesh; `_` for channels that every device has.
 
     Returns:
@@ -58,9 +60,7 @@ def short_conv(
     """
     names = "_ " * (x.ndim - 3) + axis
     axes = Axes((f"_ _ {names}", names, f"_ _ _ {names}", "", "", "", "", names), (f"_ _ {names}", f"_ _ _ {names}"))
-    options = {} if checkpoint_lengths is None else {
-        "checkpoint_lengths": checkpoint_lengths, "checkpoint_slots": checkpoint_slots,
-    }  # fmt: skip
+    options = checkpoint_options(checkpoint_lengths, checkpoint_slots)
     return split(_flattened, axes)(x, weight, state, layer, read_slots, write_slots, lengths, bias, **options)
 
 

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import paging, tiles, triton_softmax
 from pallas_kernels.latent_attention import gpu as latent_gpu
+from pallas_kernels.padding import token_mask
 from pallas_kernels.triton_maths import dot
 
 _INDEX_KEYS = 128
@@ -145,7 +146,7 @@ def sparse_latent_attention(
     q_latent = jnp.einsum("bthd,hdr->bthr", q_nope, w_k)
     batch, tokens, heads, rank = q_latent.shape
     plan = latent_gpu.make_plan(batch * tokens, heads, chosen.shape[2], scale)
-    counts = jnp.where(paging.token_mask(lengths, tokens), (chosen >= 0).sum(axis=2), 0)
+    counts = jnp.where(token_mask(lengths, tokens), (chosen >= 0).sum(axis=2), 0)
     numbers = (jnp.asarray(layer, jnp.int32).reshape(1), page_table, chosen, counts)
     outs = pl.pallas_call(
         functools.partial(_attend_kernel, plan),

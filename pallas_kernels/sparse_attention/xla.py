@@ -12,6 +12,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import paging, tiles
+from pallas_kernels.padding import zero_padding
 
 
 def index_top_k(
@@ -90,7 +91,7 @@ def sparse_latent_attention(
     rank = latent.shape[-1]
     new_rows = jnp.concatenate([latent, k_rope], axis=-1)
     pages = paging.write_rows(pages, new_rows, layer, page_table, starts, lengths)
-    q_nope, q_rope = paging.zero_padding(q_nope, lengths), paging.zero_padding(q_rope, lengths)
+    q_nope, q_rope = zero_padding(q_nope, lengths), zero_padding(q_rope, lengths)
     q = jnp.concatenate([jnp.einsum("bthd,hdr->bthr", q_nope, w_k), q_rope], axis=-1)
 
     def attend(

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.ssd.xla_fold import masked
+from pallas_kernels.padding import masked
 
 
 @jax.tree_util.register_dataclass

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.padding import masked
+
 
 def ssd(
     x: Float[Array, "B T H P"],
@@ -40,12 +42,6 @@ def ssd(
     if kept is not None:
         state = state.at[layer, checkpoint_slots].set(kept.astype(state.dtype))
     return y.swapaxes(0, 1), state
-
-
-def masked(counts: Int[Array, " B"], *arrays: Float[Array, "B T ..."]) -> list[Float[Array, "B T ..."]]:
-    """In float32, with 0 in place of all but the first counts[b] tokens: they then neither decay nor update."""
-    valid = jnp.arange(arrays[0].shape[1]) < counts[:, None]
-    return [jnp.where(valid.reshape(*valid.shape, *(1,) * (v.ndim - 2)), v, 0).astype(jnp.float32) for v in arrays]
 
 
 def update(h: Float[Array, "B H P N"], record: tuple[Array, Array, Array]) -> Float[Array, "B H P N"]:

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.ssd.reference import masked, read, update
+from pallas_kernels.padding import masked
+from pallas_kernels.ssd.reference import read, update
 
 
 def verify(

@@ -17,9 +17,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.padding import masked
 from pallas_kernels.ssd.tpu_decode import TILE, along_lanes, heads_per_block
 from pallas_kernels.ssd.tpu_verify import accepts_shapes
-from pallas_kernels.ssd.xla_fold import masked
 from pallas_kernels.tpu_vectors import fold, spread, sums_of_later_rows
 
 # A ring is folded as one product of the matrix unit.

@@ -18,6 +18,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.tpu_vectors import bfloat16_parts
+
 # States of one grid step. Four such blocks are in VMEM: two on their way in, two on their way out.
 BLOCK_BYTES = 1 << 20
 # Rows of states that are worked on together; their outputs lie along lanes.
@@ -32,6 +34,11 @@ def heads_per_block(heads: int, groups: int, head_dim: int, state_size: int) -> 
         if heads % n == 0 and (n % group == 0 or group % n == 0) and n * head_dim % TILE == 0
     ]  # fmt: skip
     return max((n for n in fitting if n * head_dim * state_size * 4 <= BLOCK_BYTES), default=min(fitting))
+
+
+def groups_of_block(size: int, heads: int, groups: int) -> tuple[int, int]:
+    """Groups of a block of `size` heads, and how many blocks share one where a block is part of a group."""
+    return max(1, size * groups // heads), max(1, heads // groups // size)
 
 
 def decode(
@@ -54,8 +61,7 @@ def decode(
     groups, width = B.shape[1:]
     size = heads_per_block(heads, groups, head_dim, width)
     blocks, tiles = heads // size, size * head_dim // TILE
-    # Groups of a block; or the blocks that share one.
-    of_block, sharing = max(1, size * groups // heads), max(1, heads // groups // size)
+    of_block, sharing = groups_of_block(size, heads, groups)
 
     # Rows of padding decay by 1 and add 0. The compiler fuses this into what lays x out for the kernel.
     valid, x = lengths[:, None] > 0, x.astype(jnp.float32)
@@ -138,11 +144,11 @@ class _OuterProducts:
     """Of each row of one array and each row of another."""
 
     def __init__(self, x: Float[Array, "n TILE"], other: Float[Array, "m N"]) -> None:
-        high, middle, low = _bfloat16_parts(x)
+        high, middle, low = bfloat16_parts(x)
         # All products of two parts that float32 can tell from 0.
         self._columns = jnp.concatenate([high, high, high, middle, middle, low]).T.astype(jnp.bfloat16)
         self._row = jax.lax.broadcasted_iota(jnp.int32, self._columns.shape, 1) % len(x)
-        self._others, self._count = _bfloat16_parts(other), len(x)
+        self._others, self._count = bfloat16_parts(other), len(x)
 
     def __call__(self, row: int, other: int) -> Float[Array, "TILE N"]:
         parts = (part[other : other + 1] for part in self._others)
@@ -155,10 +161,3 @@ class _OuterProducts:
 def along_lanes(column: Float[Array, "TILE 1"]) -> Float[Array, "1 TILE"]:
     row, lane = (jax.lax.broadcasted_iota(jnp.int32, (TILE, TILE), axis) for axis in (0, 1))
     return jnp.where(row == lane, column, 0).sum(axis=0, keepdims=True)
-
-
-def _bfloat16_parts(x: Float[Array, "n d"]) -> list[Float[Array, "n d"]]:
-    """Three float32 arrays of bfloat16 precision whose sum is x."""
-    high = x.astype(jnp.bfloat16).astype(jnp.float32)
-    middle = (x - high).astype(jnp.bfloat16).astype(jnp.float32)
-    return [high, middle, x - high - middle]

@@ -18,6 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.ssd import tpu_checkpoints, tpu_chunk, tpu_sums
+from pallas_kernels.ssd.tpu_decode import groups_of_block
 from pallas_kernels.ssd.tpu_sums import CHUNK, LANES
 
 # States of one grid step, in and out, are in VMEM twice each, and once more to be computed on.
@@ -61,8 +62,7 @@ def prefill(
     groups, width = B.shape[2:]
     size = heads_per_block(heads, groups, head_dim, width, x.dtype.itemsize)
     blocks, chunks, pairs = heads // size, pl.cdiv(tokens, CHUNK), size // 2
-    # Groups of a block; or the blocks that share one.
-    of_block, sharing = max(1, size * groups // heads), max(1, heads // groups // size)
+    of_block, sharing = groups_of_block(size, heads, groups)
     # A last chunk that is not full reaches beyond the arrays; only a block must not be larger than its array.
     padded_tokens = max(tokens, CHUNK)
 
@@ -120,6 +120,7 @@ def prefill(
         targets, own_dt = [v.reshape(-1) for v in checkpoints], [dt]
         out_slot = pl.BlockSpec(memory_space=pl.ANY)
         kept = [pltpu.VMEM((size * head_dim, width), state.dtype), pltpu.SemaphoreType.DMA]
+    moved = 2 * batch + sum(v.size for v in targets[:1])  # states, in or out
     out, states = pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -153,11 +154,7 @@ def prefill(
         cost_estimate=pl.CostEstimate(
             flops=2 * x.size * (CHUNK + 2 * width),
             transcendentals=dt.size * 2 * CHUNK,
-            bytes_accessed=(2 * batch + (targets[0].size if targets else 0))
-            * heads
-            * head_dim
-            * width
-            * state.dtype.itemsize
+            bytes_accessed=moved * heads * head_dim * width * state.dtype.itemsize
             + sum(v.size * v.dtype.itemsize for v in (x, dt, B, C))
             + x.size * 4,
         ),

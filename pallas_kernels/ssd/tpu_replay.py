@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.ssd.tpu_decode import heads_per_block
+from pallas_kernels.ssd.tpu_decode import groups_of_block, heads_per_block
 from pallas_kernels.ssd.tpu_verify import accepts_shapes
 from pallas_kernels.tpu_vectors import fold, spread
 
@@ -40,8 +40,7 @@ def replay(
     (batch, tokens, groups, width), (heads, head_dim) = B.shape, state.shape[2:4]
     size = heads_per_block(heads, groups, head_dim, width)
     blocks, chunk = heads // size, min(tokens, CHUNK)
-    # Groups of a block; or the blocks that share one.
-    of_block, sharing = max(1, size * groups // heads), max(1, heads // groups // size)
+    of_block, sharing = groups_of_block(size, heads, groups)
 
     def place(row, number, accepted):
         return jnp.minimum(number, jax.lax.div(jnp.maximum(accepted[row] - 1, 0), chunk))

@@ -18,6 +18,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.tpu_vectors import bfloat16_parts
+
 CHUNK = 64
 LANES = 128
 _LOG2_E = 1.4426950408889634
@@ -105,22 +107,13 @@ def compute(
     dt = jnp.where(token < left, dt, 0)
     log_decay = jnp.maximum(dt * (A * _LOG2_E), _LEAST)
     quarters = jnp.round(log_decay * _PARTS_OF_ONE) / _PARTS_OF_ONE
-    split = [*_bfloat16_parts(quarters, 2), *_bfloat16_parts(log_decay - quarters, 3)]
+    split = [*bfloat16_parts(quarters, 2), *bfloat16_parts(log_decay - quarters, 3)]
     summed = jnp.dot(jnp.concatenate(split).astype(jnp.bfloat16), ones, preferred_element_type=jnp.float32)
     parts_summed = jnp.split(summed, len(split))
     quarters, rest = parts_summed[0] + parts_summed[1], parts_summed[2] + parts_summed[3] + parts_summed[4]
     upto, upto_rest = quarters[:, :LANES], rest[:, :LANES]
     behind = (quarters[:, LANES : 2 * LANES] - upto) + (rest[:, LANES : 2 * LANES] - upto_rest)
     total = jnp.exp2(quarters[:, 2 * LANES :] + rest[:, 2 * LANES :])
-    turned = jnp.concatenate([*_bfloat16_parts(upto, 2), *_bfloat16_parts(upto_rest, parts(exact) - 2)]).T
+    turned = jnp.concatenate([*bfloat16_parts(upto, 2), *bfloat16_parts(upto_rest, parts(exact) - 2)]).T
     columns = jnp.concatenate([turned[:CHUNK], turned[CHUNK:]], axis=1).astype(jnp.bfloat16)
     return [columns, upto, upto_rest - jnp.log(dt) * _LOG2_E, dt * jnp.exp2(behind), total]
-
-
-def _bfloat16_parts(x: Float[Array, "n d"], count: int) -> list[Float[Array, "n d"]]:
-    """Float32 arrays of bfloat16 precision whose sum is x, or nearly, for fewer than three."""
-    found = []
-    for _ in range(count):
-        found.append(x.astype(jnp.bfloat16).astype(jnp.float32))
-        x = x - found[-1]
-    return found

@@ -14,8 +14,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.ssd.tpu_decode import TILE, heads_per_block
-from pallas_kernels.ssd.xla_fold import masked
+from pallas_kernels.padding import masked
+from pallas_kernels.ssd.tpu_decode import TILE, groups_of_block, heads_per_block
 from pallas_kernels.tpu_vectors import product, spread
 
 # Work on pairs of tokens grows with their square, and is unrolled.
@@ -57,8 +57,7 @@ def verify(
     groups, width = B.shape[2:]
     size = heads_per_block(heads, groups, head_dim, width)
     blocks = heads // size
-    # Groups of a block; or the blocks that share one.
-    of_block, sharing = max(1, size * groups // heads), max(1, heads // groups // size)
+    of_block, sharing = groups_of_block(size, heads, groups)
 
     def vectors(width, sharing=1):
         return pl.BlockSpec((None, tokens, width), lambda row, block, *_: (row, 0, block // sharing))

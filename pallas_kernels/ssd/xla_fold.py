@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.padding import masked
+
 
 def fold(
     h: Float[Array, "B H P N"],
@@ -21,9 +23,3 @@ def fold(
     by_group = (dt_x * jnp.exp(later)[..., None]).reshape(*dt_x.shape[:2], B.shape[2], -1, dt_x.shape[3])
     added = jnp.einsum("btgrp,btgn->bgrpn", by_group, B, precision=jax.lax.Precision.HIGHEST)
     return jnp.exp(later[:, 0] + log_decay[:, 0])[..., None, None] * h + added.reshape(h.shape)
-
-
-def masked(counts: Int[Array, " B"], *arrays: Float[Array, "B T ..."]) -> list[Float[Array, "B T ..."]]:
-    """In float32, with 0 in place of all but the first counts[b] tokens."""
-    valid = jnp.arange(arrays[0].shape[1]) < counts[:, None]
-    return [jnp.where(jnp.expand_dims(valid, range(2, v.ndim)), v, 0).astype(jnp.float32) for v in arrays]

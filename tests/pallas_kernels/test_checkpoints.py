@@ -136,3 +136,22 @@ def test_ssd(implementation):
     _, ended = run(*arguments, *integers[:2], jnp.array([65, 32, 33]))
     for row, slot in enumerate((6, 8, 7)):
         np.testing.assert_allclose(got[1, slot], ended[1, integers[1][row]], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("checkpoints", "message"),
+    [
+        ({"checkpoint_lengths": jnp.ones((3, 2), int)}, "checkpoint_lengths without checkpoint_slots: expected both"),
+        ({"checkpoint_slots": jnp.ones((3, 2), int)}, "checkpoint_slots without checkpoint_lengths: expected both"),
+        (
+            {"checkpoint_lengths": jnp.ones((3, 2), int), "checkpoint_slots": jnp.ones((3, 1), int)},
+            r"expected one shape \[B, M\], got \(3, 2\) and \(3, 1\)",
+        ),
+    ],
+)
+def test_lengths_and_slots_come_together(checkpoints, message):
+    arguments = (*make_inputs("per_head", 1).values(), make_state(), 0, *jnp.array([[1, 2, 3], [1, 2, 3], [1, 1, 1]]))
+    with pytest.raises(ValueError, match=message):
+        gated_delta(*arguments, **checkpoints)
+    out, _ = gated_delta(*arguments)
+    assert np.isfinite(out).all()
