@@ -2,7 +2,7 @@
 
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.gated_delta import reference_records, tpu_buffered, xla_records
+from pallas_kernels.gated_delta import gpu_records, reference_records, tpu_buffered, xla_records
 from pallas_kernels.gated_delta.records import DeltaRecords
 from pallas_kernels.partition import Axes
 from pallas_kernels.registry import Implementation, Operator, choose
@@ -11,6 +11,7 @@ OPERATOR = Operator(
     "gated_delta_buffered",
     (
         Implementation("pallas", tpu_buffered.buffered, platforms=("tpu",), accepts=tpu_buffered.accepts),
+        Implementation("pallas", gpu_records.buffered, platforms=("gpu",), accepts=gpu_records.accepts),
         Implementation("xla", xla_records.buffered),
         Implementation("reference", reference_records.buffered, automatic=False),
     ),

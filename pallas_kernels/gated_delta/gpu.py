@@ -7,7 +7,7 @@ between two tokens (`pallas_kernels.triton_maths`).
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.triton_checkpoints import run, segments
 from pallas_kernels.triton_maths import at_and_before, decay_between, dot, running_sums
+from pallas_kernels.triton_records import load_masked
 
 CHUNK = 16
 # Value channels of a program: at batch 1, 32 heads of 128 channels then occupy all of a Hopper part.
@@ -91,36 +92,70 @@ def _compiler_params(one: bool, per_channel: bool) -> triton.CompilerParams:
     return triton.CompilerParams(num_warps=8, num_stages=2 if per_channel else 1)
 
 
-def _place(k, v):
-    """Of this program: row, value head, key head, its value channels."""
+class Place(NamedTuple):
+    """What a program has: a row, and indices of its part of a token's key, value and decay, and of a state."""
+
+    row: Any
+    key: tuple[Any, ...]
+    value: tuple[Any, ...]
+    decay: tuple[Any, ...]
+    head: tuple[Any, ...]
+    state: tuple[Any, ...]
+    # Whether this is the one program of a value head, and of a key head.
+    first_of_head: Any
+    first_of_key: Any
+
+
+def place(k: Any, v: Any, per_channel: bool) -> Place:
+    """Of this program, given arrays [..., Hk, dk] and [..., Hv, dv]."""
     part, head, row = (pl.program_id(axis) for axis in range(3))
-    return row, head, head // (v.shape[2] // k.shape[2]), pl.ds(part * VALUE_BLOCK, VALUE_BLOCK)
+    values, groups = pl.ds(part * VALUE_BLOCK, VALUE_BLOCK), v.shape[-2] // k.shape[-2]
+    return Place(
+        row, (head // groups, slice(None)), (head, values), (head, slice(None)) if per_channel else (head,), (head,),
+        (head, slice(None), values), part == 0, (part == 0) & (head % groups == 0),
+    )  # fmt: skip
 
 
 def _inverse_norm(x: Float[Array, "*t d"]) -> Float[Array, "*t"]:
     return jax.lax.rsqrt((x * x).sum(axis=-1) + 1e-6)
 
 
+def token_of(here: Place, token: Any, valid: Any, *arrays: Any) -> list[Array]:
+    """This program's q, k, v, log_decay and beta of a token, float32. On padding, whatever is there, they are 0: such a
+    token neither decays nor updates."""
+    places = (here.key, here.key, here.value, here.decay, here.head)
+    return [load_masked(x, (here.row, token, *at), valid) for x, at in zip(arrays, places, strict=True)]
+
+
+def step(S: Float[Array, "dk dv"], query: Array, key: Array, value: Array, log_decay: Array, strength: Array) -> Any:
+    """One token: the next state, its output, and its record but for the decay: the key, normalised, and u."""
+    query, key = (x * _inverse_norm(x) for x in (query, key))
+    S = decayed(S, log_decay)
+    u = strength * (value - (key[:, None] * S).sum(axis=0))
+    S = S + key[:, None] * u
+    return S, (query[:, None] * S).sum(axis=0) * key.shape[0] ** -0.5, key, u
+
+
+def decayed(S: Float[Array, "dk dv"], log_decay: Float[Array, ""] | Float[Array, " dk"]) -> Float[Array, "dk dv"]:
+    """By one decay, or by one for each key channel."""
+    decay = jnp.exp(log_decay)
+    return S * (decay[:, None] if decay.ndim else decay)
+
+
 def _decode(layer, read_slots, write_slots, lengths, q, k, v, log_decay, beta, state, out, new_state):
     """The arrays are whole, as `gated_delta` takes them."""
-    row, head, key_head, values = _place(k, v)
-    valid = lengths[row] > 0
-    query, key = (x[row, 0, key_head, :].astype(jnp.float32) for x in (q, k))
-    query, key = (x * _inverse_norm(x) for x in (query, key))
-    channels = (slice(None),) if log_decay.ndim == 4 else ()
-    decay = jnp.exp(log_decay[row, 0, head, *channels].astype(jnp.float32))
-    before = state[layer[0], read_slots[row], head, :, values]
-    S = before.astype(jnp.float32) * (decay[:, None] if channels else decay)
-    seen = (key[:, None] * S).sum(axis=0)
-    u = beta[row, 0, head].astype(jnp.float32) * (v[row, 0, head, values].astype(jnp.float32) - seen)
-    S = S + key[:, None] * u
-    out[row, 0, head, values] = (query[:, None] * S).sum(axis=0) * k.shape[3] ** -0.5
-    new_state[layer[0], write_slots[row], head, :, values] = jnp.where(valid, S.astype(new_state.dtype), before)
+    here = place(k, v, log_decay.ndim == 4)
+    S = state[layer[0], read_slots[here.row], *here.state].astype(jnp.float32)
+    token = token_of(here, jnp.int32(0), lengths[here.row] > 0, q, k, v, log_decay, beta)
+    S, y, *_ = step(S, *token)
+    out[here.row, 0, *here.value] = y
+    new_state[layer[0], write_slots[here.row], *here.state] = S.astype(new_state.dtype)
 
 
 def _prefill(layer, read_slots, bounds, slots, q, k, v, log_decay, beta, state, out, new_state):
     """The arrays are whole, as `gated_delta` takes them, with tokens a multiple of CHUNK, and `segments`."""
-    row, head, key_head, values = _place(k, v)
+    here = place(k, v, log_decay.ndim == 4)
+    row, key_head, (head, values) = here.row, here.key[0], here.value
     exact, key_dim = q.dtype == jnp.float32, k.shape[3]
     products_of = _products_per_channel if log_decay.ndim == 4 else _products_per_head
 
@@ -149,10 +184,10 @@ def _prefill(layer, read_slots, bounds, slots, q, k, v, log_decay, beta, state, 
         triton.store(out.at[row, tokens, head, values], y, mask=mask)
         return total * S + dot((key * after).T, u, exact)
 
-    first = state[layer[0], read_slots[row], head, :, values]
+    first = state[layer[0], read_slots[row], *here.state]
 
     def store(slot, S):
-        new_state[layer[0], slot, head, :, values] = S.astype(new_state.dtype)
+        new_state[layer[0], slot, *here.state] = S.astype(new_state.dtype)
 
     run(bounds, slots, row, CHUNK, chunk, first.astype(jnp.float32), store)
 

@@ -2,7 +2,7 @@
 
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.gated_delta import reference_records, tpu_replay, xla_records
+from pallas_kernels.gated_delta import gpu_records, reference_records, tpu_replay, xla_records
 from pallas_kernels.gated_delta.records import DeltaRecords
 from pallas_kernels.partition import Axes
 from pallas_kernels.registry import Implementation, Operator, choose
@@ -11,6 +11,7 @@ OPERATOR = Operator(
     "gated_delta_replay",
     (
         Implementation("pallas", tpu_replay.replay, platforms=("tpu",), accepts=tpu_replay.accepts),
+        Implementation("pallas", gpu_records.replay, platforms=("gpu",), accepts=gpu_records.accepts_records),
         Implementation("xla", xla_records.replay),
         Implementation("reference", reference_records.replay, automatic=False),
     ),

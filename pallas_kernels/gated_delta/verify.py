@@ -2,7 +2,7 @@
 
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.gated_delta import reference_records, tpu_verify, xla_records
+from pallas_kernels.gated_delta import gpu_records, reference_records, tpu_verify, xla_records
 from pallas_kernels.gated_delta.records import DeltaRecords
 from pallas_kernels.partition import Axes
 from pallas_kernels.registry import Implementation, Operator, choose
@@ -11,6 +11,7 @@ OPERATOR = Operator(
     "gated_delta_verify",
     (
         Implementation("pallas", tpu_verify.verify, platforms=("tpu",), accepts=tpu_verify.accepts),
+        Implementation("pallas", gpu_records.verify, platforms=("gpu",), accepts=gpu_records.accepts),
         Implementation("xla", xla_records.verify),
         Implementation("reference", reference_records.verify, automatic=False),
     ),

@@ -4,13 +4,14 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.partition import Axes
 from pallas_kernels.registry import Implementation, Operator, choose
-from pallas_kernels.ssd import reference_records, tpu_buffered, xla_records
+from pallas_kernels.ssd import gpu_records, reference_records, tpu_buffered, xla_records
 from pallas_kernels.ssd.records import SsdRecords
 
 OPERATOR = Operator(
     "ssd_buffered",
     (
         Implementation("pallas", tpu_buffered.buffered, platforms=("tpu",), accepts=tpu_buffered.accepts),
+        Implementation("pallas", gpu_records.buffered, platforms=("gpu",), accepts=gpu_records.accepts),
         Implementation("xla", xla_records.buffered),
         Implementation("reference", reference_records.buffered, automatic=False),
     ),

@@ -6,7 +6,7 @@ Prefill takes a chunk of tokens at a time, as `xla.py` does, with decays as `pal
 Products of bfloat16 inputs round their factors to bfloat16; sums and states are float32.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.triton_checkpoints import run, segments
 from pallas_kernels.triton_maths import at_and_before, decay_between, dot, running_sums
+from pallas_kernels.triton_records import load_masked
 
 # With 64 tokens the compiler spills registers.
 CHUNK = 32
@@ -27,7 +28,12 @@ _CHANNEL_BLOCK = 32
 
 def accepts(x: Array, dt: Array, A: Array, B: Array, *_: Any, **__: Any) -> str | None:
     """Why the kernels cannot run these arguments of `ssd`, or None."""
-    for name, width in (("head_dim", x.shape[3]), ("state_size", B.shape[3])):
+    return accepts_widths(x.shape[3], B.shape[3])
+
+
+def accepts_widths(head_dim: int, state_size: int) -> str | None:
+    """Why the kernels cannot run these, or None."""
+    for name, width in (("head_dim", head_dim), ("state_size", state_size)):
         if width not in (16, 32, 64, 128, 256):
             return f"{name} {width} is not 16, 32, 64, 128 or 256"
     return None
@@ -60,7 +66,7 @@ def ssd(
     pairs = batch * tokens * heads * CHUNK // 2 * (B.shape[3] + dim) if tokens > 1 else 0
     return pl.pallas_call(
         _decode if one else _prefill,
-        grid=(dim // _channels(dim, B.shape[3]), heads, batch),
+        grid=(dim // channels_of_program(dim, B.shape[3]), heads, batch),
         out_shape=[
             jax.ShapeDtypeStruct(x.shape, jnp.float32),
             jax.ShapeDtypeStruct(state.shape, state.dtype),
@@ -85,34 +91,69 @@ def ssd(
     )
 
 
-def _channels(dim: int, state_size: int) -> int:
-    """Of a program."""
+def channels_of_program(dim: int, state_size: int) -> int:
+    """Of a head's `dim`, so that a program's part of the state fits its registers."""
     return min(dim, _CHANNEL_BLOCK, _STATE_BLOCK // state_size)
 
 
-def _place(x, B):
-    """Of this program: row, head, the head's group, its channels."""
+class Place(NamedTuple):
+    """What a program has: a row, and indices of its part of a token's x, B and dt, of x with all heads side by side,
+    and of a state."""
+
+    row: Any
+    value: tuple[Any, ...]
+    group: tuple[Any, ...]
+    head: tuple[Any, ...]
+    flat_value: tuple[Any, ...]
+    state: tuple[Any, ...]
+    # Whether this is the one program of a head, and of a group.
+    first_of_head: Any
+    first_of_group: Any
+
+
+def place(state: Any, B: Any) -> Place:
+    """Of this program, given arrays [..., H, P, N] and [..., G, N]."""
     part, head, row = (pl.program_id(axis) for axis in range(3))
-    width = _channels(x.shape[3], B.shape[3])
-    return row, head, head // (x.shape[2] // B.shape[2]), pl.ds(part * width, width)
+    heads, dim, state_size = state.shape[-3:]
+    width, share = channels_of_program(dim, state_size), heads // B.shape[-2]
+    channels = pl.ds(part * width, width)
+    return Place(
+        row, (head, channels), (head // share, slice(None)), (head,), (pl.ds(head * dim + part * width, width),),
+        (head, channels, slice(None)), part == 0, (part == 0) & (head % share == 0),
+    )  # fmt: skip
+
+
+def token_of(here: Place, token: Any, valid: Any, x: Any, dt: Any, B: Any, C: Any) -> list[Array]:
+    """This program's x, dt, B and C of a token, float32. On padding, whatever is there, they are 0: such a token
+    neither decays nor updates."""
+    places = ((x, here.value), (dt, here.head), (B, here.group), (C, here.group))
+    return [load_masked(array, (here.row, token, *at), valid) for array, at in places]
+
+
+def updated(h: Float[Array, "P N"], B: Float[Array, " N"], dt_x: Float[Array, " P"], log_decay: Any) -> Array:
+    """The state after a record."""
+    return jnp.exp(log_decay) * h + dt_x[:, None] * B
+
+
+def output(h: Float[Array, "P N"], C: Float[Array, " N"], skip: Any, x: Float[Array, " P"]) -> Float[Array, " P"]:
+    """h C + D x"""
+    return (h * C).sum(axis=1) + skip.astype(jnp.float32) * x
 
 
 def _decode(layer, read_slots, write_slots, lengths, x, dt, A, B, C, D, state, out, new_state):
     """The arrays are whole, as `ssd` takes them."""
-    row, head, group, channels = _place(x, B)
-    valid = lengths[row] > 0
-    step, value = dt[row, 0, head].astype(jnp.float32), x[row, 0, head, channels].astype(jnp.float32)
-    written, read = (v[row, 0, group, :].astype(jnp.float32) for v in (B, C))
-    before = state[layer[0], read_slots[row], head, channels, :]
-    decay = jnp.exp(step * A[head].astype(jnp.float32))
-    h = decay * before.astype(jnp.float32) + (step * value)[:, None] * written
-    out[row, 0, head, channels] = (h * read).sum(axis=1) + D[head].astype(jnp.float32) * value
-    new_state[layer[0], write_slots[row], head, channels, :] = jnp.where(valid, h.astype(new_state.dtype), before)
+    here = place(state, B)
+    h = state[layer[0], read_slots[here.row], *here.state].astype(jnp.float32)
+    value, step, written, read = token_of(here, jnp.int32(0), lengths[here.row] > 0, x, dt, B, C)
+    h = updated(h, written, step * value, step * A[here.head].astype(jnp.float32))
+    out[here.row, 0, *here.value] = output(h, read, D[here.head], value)
+    new_state[layer[0], write_slots[here.row], *here.state] = h.astype(new_state.dtype)
 
 
 def _prefill(layer, read_slots, bounds, slots, x, dt, A, B, C, D, state, out, new_state):
     """The arrays are whole, as `ssd` takes them, and those of `segments`."""
-    row, head, group, channels = _place(x, B)
+    here = place(state, B)
+    row, (head, channels), group = here.row, here.value, here.group[0]
     exact = x.dtype == jnp.float32
     rate, skip = A[head].astype(jnp.float32), D[head].astype(jnp.float32)
 
@@ -134,9 +175,9 @@ def _prefill(layer, read_slots, bounds, slots, x, dt, A, B, C, D, state, out, ne
         triton.store(out.at[row, tokens, head, channels], y, mask=valid[:, None])
         return jnp.exp(total[0] + total[1]) * h + dot((after[:, None] * update).T, written, exact)
 
-    first = state[layer[0], read_slots[row], head, channels, :]
+    first = state[layer[0], read_slots[row], *here.state]
 
     def store(slot, h):
-        new_state[layer[0], slot, head, channels, :] = h.astype(new_state.dtype)
+        new_state[layer[0], slot, *here.state] = h.astype(new_state.dtype)
 
     run(bounds, slots, row, CHUNK, chunk, first.astype(jnp.float32), store)

@@ -4,13 +4,14 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.partition import Axes
 from pallas_kernels.registry import Implementation, Operator, choose
-from pallas_kernels.ssd import reference_records, tpu_replay, xla_records
+from pallas_kernels.ssd import gpu_records, reference_records, tpu_replay, xla_records
 from pallas_kernels.ssd.records import SsdRecords
 
 OPERATOR = Operator(
     "ssd_replay",
     (
         Implementation("pallas", tpu_replay.replay, platforms=("tpu",), accepts=tpu_replay.accepts),
+        Implementation("pallas", gpu_records.replay, platforms=("gpu",), accepts=gpu_records.accepts_records),
         Implementation("xla", xla_records.replay),
         Implementation("reference", reference_records.replay, automatic=False),
     ),

@@ -4,13 +4,14 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.partition import Axes
 from pallas_kernels.registry import Implementation, Operator, choose
-from pallas_kernels.ssd import reference_records, tpu_verify, xla_records
+from pallas_kernels.ssd import gpu_records, reference_records, tpu_verify, xla_records
 from pallas_kernels.ssd.records import SsdRecords
 
 OPERATOR = Operator(
     "ssd_verify",
     (
         Implementation("pallas", tpu_verify.verify, platforms=("tpu",), accepts=tpu_verify.accepts),
+        Implementation("pallas", gpu_records.verify, platforms=("gpu",), accepts=gpu_records.accepts),
         Implementation("xla", xla_records.verify),
         Implementation("reference", reference_records.verify, automatic=False),
     ),

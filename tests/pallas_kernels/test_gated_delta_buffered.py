@@ -1,4 +1,4 @@
-"""Buffered decode of the gated delta rule: XLA's form and the interpreted TPU kernel against the reference."""
+"""Buffered decode of the gated delta rule: XLA's form and the interpreted kernels against the reference."""
 
 import functools
 
@@ -9,7 +9,7 @@ import pytest
 from delta_rule_cases import KEY_DIM, KINDS, LAYERS, VALUE_DIM, VALUE_HEADS, expected, make_inputs, make_state
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.gated_delta import reference_records, tpu_buffered, xla_records
+from pallas_kernels.gated_delta import gpu_records, reference_records, tpu_buffered, xla_records
 from pallas_kernels.gated_delta.buffered import buffered
 from pallas_kernels.gated_delta.records import DeltaRecords, make_ring
 from pallas_kernels.gated_delta.replay import replay
@@ -19,6 +19,7 @@ RUN = {
     "xla": jax.jit(xla_records.buffered),
     # Memory that was never written is NaN to the interpreter.
     "tpu": jax.jit(functools.partial(tpu_buffered.buffered, interpret=pltpu.InterpretParams())),
+    "gpu": jax.jit(functools.partial(gpu_records.buffered, interpret=True)),
 }
 SIZE = 4
 right_run = jax.jit(reference_records.buffered)
@@ -135,12 +136,13 @@ def test_two_cores_share_the_rows_without_a_race(capfd):
     assert "RACE" not in capfd.readouterr().out
 
 
-def test_two_runs_are_equal_to_the_bit():
+@pytest.mark.parametrize("implementation", ["tpu", "gpu"])
+def test_two_runs_are_equal_to_the_bit(implementation):
     cursors, slots = [1, 3, 2], [3, 1, 5]
     ring = filled_ring("per_channel", cursors, slots)
     integers = tuple(map(jnp.array, (slots, slots, cursors, [1, 1, 1])))
     arguments = (*make_inputs("per_channel", 1).values(), make_state(), *ring.leaves(), 1, *integers)
-    for first, second in zip(RUN["tpu"](*arguments), RUN["tpu"](*arguments), strict=True):
+    for first, second in zip(RUN[implementation](*arguments), RUN[implementation](*arguments), strict=True):
         np.testing.assert_array_equal(first, second)
 
 

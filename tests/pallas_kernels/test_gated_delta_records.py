@@ -1,4 +1,4 @@
-"""Verify and replay of the gated delta rule: XLA's form and the interpreted TPU kernels against the reference."""
+"""Verify and replay of the gated delta rule: XLA's form and the interpreted kernels against the reference."""
 
 import functools
 
@@ -10,7 +10,7 @@ from delta_rule_cases import KINDS, expected, make_inputs, make_state
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import registry
-from pallas_kernels.gated_delta import reference_records, tpu_replay, tpu_verify, xla_records
+from pallas_kernels.gated_delta import gpu_records, reference_records, tpu_replay, tpu_verify, xla_records
 from pallas_kernels.gated_delta.replay import replay
 from pallas_kernels.gated_delta.verify import verify
 
@@ -19,10 +19,12 @@ INTERPRETED = {"interpret": pltpu.InterpretParams()}
 VERIFY = {
     "xla": jax.jit(xla_records.verify),
     "tpu": jax.jit(functools.partial(tpu_verify.verify, **INTERPRETED)),
+    "gpu": jax.jit(functools.partial(gpu_records.verify, interpret=True)),
 }
 REPLAY = {
     "xla": jax.jit(xla_records.replay),
     "tpu": jax.jit(functools.partial(tpu_replay.replay, **INTERPRETED)),
+    "gpu": jax.jit(functools.partial(gpu_records.replay, interpret=True)),
 }
 TOKENS = 5
 right_verify, right_replay = jax.jit(reference_records.verify), jax.jit(reference_records.replay)
@@ -193,3 +195,7 @@ def test_what_the_kernels_refuse():
     assert tpu_verify.accepts(q[:, 1:], q[:, 1:], wide[:, 1:]) is None
     assert tpu_replay.accepts(v, wide) == "key_head_dim 64 is not a multiple of 128"
     assert tpu_replay.accepts(q, wide) is None
+    assert gpu_records.accepts(q, q, v) is None
+    assert gpu_records.accepts(q[..., :96], q[..., :96], v) == "key_head_dim 96 is not 32, 64, 128 or 256"
+    assert gpu_records.accepts_records(q, v[..., :48]) == "value_head_dim 48 is not 32, 64, 128 or 256"
+    assert gpu_records.accepts_records(q, wide) is None

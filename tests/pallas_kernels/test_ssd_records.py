@@ -1,4 +1,4 @@
-"""Mamba-2's forms on update records: XLA's and the interpreted TPU kernels' against the reference."""
+"""Mamba-2's forms on update records: XLA's and the interpreted kernels' against the reference."""
 
 import functools
 
@@ -10,7 +10,15 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import registry
 from pallas_kernels.ring import next_cursors
-from pallas_kernels.ssd import reference, reference_records, tpu_buffered, tpu_replay, tpu_verify, xla_records
+from pallas_kernels.ssd import (
+    gpu_records,
+    reference,
+    reference_records,
+    tpu_buffered,
+    tpu_replay,
+    tpu_verify,
+    xla_records,
+)
 from pallas_kernels.ssd.buffered import buffered
 from pallas_kernels.ssd.records import SsdRecords, make_ring
 from pallas_kernels.ssd.replay import replay
@@ -20,9 +28,21 @@ LAYERS, SLOTS, HEADS, HEAD_DIM, GROUPS, WIDTH = 2, 7, 8, 64, 2, 128
 TOKENS, SIZE = 5, 4
 # Memory that was never written is NaN to the interpreter.
 TPU = {"interpret": pltpu.InterpretParams()}
-VERIFY = {"xla": jax.jit(xla_records.verify), "tpu": jax.jit(functools.partial(tpu_verify.verify, **TPU))}
-REPLAY = {"xla": jax.jit(xla_records.replay), "tpu": jax.jit(functools.partial(tpu_replay.replay, **TPU))}
-BUFFERED = {"xla": jax.jit(xla_records.buffered), "tpu": jax.jit(functools.partial(tpu_buffered.buffered, **TPU))}
+VERIFY = {
+    "xla": jax.jit(xla_records.verify),
+    "tpu": jax.jit(functools.partial(tpu_verify.verify, **TPU)),
+    "gpu": jax.jit(functools.partial(gpu_records.verify, interpret=True)),
+}
+REPLAY = {
+    "xla": jax.jit(xla_records.replay),
+    "tpu": jax.jit(functools.partial(tpu_replay.replay, **TPU)),
+    "gpu": jax.jit(functools.partial(gpu_records.replay, interpret=True)),
+}
+BUFFERED = {
+    "xla": jax.jit(xla_records.buffered),
+    "tpu": jax.jit(functools.partial(tpu_buffered.buffered, **TPU)),
+    "gpu": jax.jit(functools.partial(gpu_records.buffered, interpret=True)),
+}
 IMPLEMENTATIONS = list(VERIFY)
 right_run, right_verify = jax.jit(reference.ssd), jax.jit(reference_records.verify)
 right_replay, right_buffered = jax.jit(reference_records.replay), jax.jit(reference_records.buffered)
@@ -215,12 +235,14 @@ def test_many_buffered_steps_are_plain_decode(implementation):
     close(state[1, slots], right_state[1, jnp.array([3, 1, 5])])
 
 
-def test_two_runs_are_equal_to_the_bit():
+@pytest.mark.parametrize("implementation", ["tpu", "gpu"])
+def test_two_runs_are_equal_to_the_bit(implementation):
     inputs, slots = make_inputs(), jnp.array([3, 1, 5])
-    out, *records = VERIFY["tpu"](*inputs.values(), make_state(), 1, slots, jnp.array([5, 3, 4]))
-    again, *_ = VERIFY["tpu"](*inputs.values(), make_state(), 1, slots, jnp.array([5, 3, 4]))
+    out, *records = VERIFY[implementation](*inputs.values(), make_state(), 1, slots, jnp.array([5, 3, 4]))
+    again, *_ = VERIFY[implementation](*inputs.values(), make_state(), 1, slots, jnp.array([5, 3, 4]))
     np.testing.assert_array_equal(out, again)
-    first, second = (REPLAY["tpu"](*records, jnp.array([2, 3, 1]), make_state(), 1, slots, slots) for _ in range(2))
+    arguments = (*records, jnp.array([2, 3, 1]), make_state(), 1, slots, slots)
+    first, second = (REPLAY[implementation](*arguments) for _ in range(2))
     np.testing.assert_array_equal(first, second)
 
 
@@ -245,6 +267,14 @@ def test_what_the_kernels_refuse():
     assert tpu_verify.accepts(*make_inputs(16).values()) is None
     assert tpu_verify.accepts_shapes(8, 64, 2, 96) == "state_size 96 is not a multiple of 128"
     assert tpu_verify.accepts_shapes(8, 24, 2, 128) == "4 heads of 24 a group are not a multiple of 128"
+    assert gpu_records.accepts(*inputs.values()) is None
+    narrow = inputs | {"x": inputs["x"][..., :48]}
+    assert gpu_records.accepts(*narrow.values()) == "head_dim 48 is not 16, 32, 64, 128 or 256"
+    leaves = make_records()
+    assert gpu_records.accepts_records(*leaves, None, make_state()) is None
+    assert gpu_records.accepts_records(*leaves, None, make_state()[..., :24]) == (
+        "state_size 24 is not 16, 32, 64, 128 or 256"
+    )
     for size, refusal in ((16, None), (17, "a ring of 17 records is more than 16")):
         ring = make_ring(1, 2, size, HEADS, HEAD_DIM, GROUPS, WIDTH)
         assert tpu_buffered.accepts(*make_inputs(1).values(), make_state(), *ring.leaves()) == refusal
