@@ -10,7 +10,8 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
-from jaxhybrid.chat_template import REASONING_KEYS, ChatTemplate, Message, Switches, Tool
+from jaxhybrid.chat_messages import REASONING_KEYS, Message, Switches, Tool
+from jaxhybrid.chat_template import ChatTemplate
 from jaxhybrid.errors import TemplateError, TokenError
 
 OPEN_THINKING = "<think>"

@@ -17,14 +17,8 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
+from jaxhybrid.chat_messages import Message, Switches, Tool, plain_messages, plain_switches, plain_tools
 from jaxhybrid.errors import TemplateError
-
-Message = Mapping[str, Any]
-Tool = Mapping[str, Any]
-Switches = Mapping[str, Any]
-
-RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
-REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 
 
 class _RefusalError(jinja2.TemplateError):
@@ -129,13 +123,8 @@ class ChatTemplate:
 
         Raises TemplateError for messages that are not OpenAI-style dicts, and for all that the template raises.
         """
-        plain = [_plain_message(message, f"messages[{i}]") for i, message in enumerate(_sequence(messages, "messages"))]
-        if not plain:
-            raise TemplateError("messages: expected at least one message, got none")
-        variables = {**self.special_tokens, **_plain_switches(switches)}
-        variables["tools"] = (
-            None if tools is None else [_plain_tool(t, i) for i, t in enumerate(_sequence(tools, "tools"))]
-        )
+        plain = plain_messages(messages)
+        variables = {**self.special_tokens, **plain_switches(switches), "tools": plain_tools(tools)}
         variables["add_generation_prompt"] = add_generation_prompt
         first_error = None
         for variant in _variants(plain):
@@ -162,60 +151,6 @@ def _line(error: BaseException) -> str:
             number = step.tb_lineno
         step = step.tb_next
     return "" if number is None else f"line {number}: "
-
-
-def _sequence(value: Any, where: str) -> Sequence[Any]:
-    if not isinstance(value, Sequence) or isinstance(value, str):
-        raise TemplateError(f"{where}: expected a list, got {type(value).__name__}")
-    return value
-
-
-def _plain_message(message: Any, where: str) -> dict[str, Any]:
-    """As the reference does: keys without a value are left out, and reasoning is found under each of its names."""
-    if not isinstance(message, Mapping):
-        raise TemplateError(f"{where}: expected an object, got {type(message).__name__}")
-    plain = {key: value for key, value in _plain(message, where).items() if value is not None}
-    if not isinstance(plain.get("role"), str):
-        raise TemplateError(f"{where}.role: expected text, got {message.get('role')!r}")
-    if not isinstance(plain.get("content", ""), str | list):
-        raise TemplateError(f"{where}.content: expected text or a list of parts, got {type(plain['content']).__name__}")
-    for index, call in enumerate(_sequence(plain.get("tool_calls", []), f"{where}.tool_calls")):
-        if not isinstance(call, dict):
-            raise TemplateError(f"{where}.tool_calls[{index}]: expected an object, got {type(call).__name__}")
-    reasoning = next((plain[key] for key in REASONING_KEYS if key in plain), None)
-    if reasoning is not None:
-        plain = {"thinking": reasoning, **plain, "reasoning_content": reasoning}
-    return plain
-
-
-def _plain_tool(tool: Any, index: int) -> dict[str, Any]:
-    if not isinstance(tool, Mapping):
-        raise TemplateError(f"tools[{index}]: expected an object, got {type(tool).__name__}")
-    return _plain(tool, f"tools[{index}]")
-
-
-def _plain_switches(switches: Switches | None) -> dict[str, Any]:
-    for name in switches or {}:
-        if name in RESERVED:
-            raise TemplateError(f"switches: {name!r} is set by the renderer and cannot be a switch")
-    return _plain(switches or {}, "switches")
-
-
-def _plain(value: Any, where: str) -> Any:
-    """JSON data only: an object with methods would be a way out of the sandbox."""
-    if value is None or type(value) in (str, int, float, bool):
-        return value
-    if isinstance(value, Mapping):
-        return {_key(key, where): _plain(item, f"{where}.{key}") for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item, f"{where}[{i}]") for i, item in enumerate(value)]
-    raise TemplateError(f"{where}: expected JSON data, got {type(value).__name__}")
-
-
-def _key(key: Any, where: str) -> str:
-    if type(key) is not str:
-        raise TemplateError(f"{where}: expected text as keys, got {key!r}")
-    return key
 
 
 def _variants(messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
