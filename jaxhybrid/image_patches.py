@@ -1,11 +1,13 @@
-"""Pixels to the patches that a vision tower takes: resized to its grid, normalised, cut up (Qwen2-VL, Qwen3-VL)."""
+"""Pixels to the patches that a vision tower takes: fitted to whole tokens, normalised, cut up.
+
+How an image is fitted is the model's rule: `qwen_patches.py`, `kimi_patches.py`.
+"""
 
 import json
-import math
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 from jaxtyping import Float, Float32, UInt8
@@ -14,109 +16,88 @@ from jaxhybrid.config import VisionSpec
 from jaxhybrid.errors import ConfigError, TokenError
 from jaxhybrid.media import Media
 
-IMAGE_PIXELS = (65536, 16777216)  # least and most, of one image: Qwen3-VL's and Qwen3.5's
-VIDEO_PIXELS = (4096, 25165824)  # likewise of all frames of a video together
-MAX_ASPECT = 200
 PREPROCESSOR_CONFIG = "preprocessor_config.json"
 
 
 @dataclass(frozen=True)
-class PatchRule:
+class PatchRule(ABC):
     """How pixels become patches: the tower's sizes, and what `preprocessor_config.json` says.
 
-    pixels: least and most of an image; video_pixels: of a video's frames together. mean, std: of the three channels,
-    in parts of 255.
+    mean, std: of the three channels, in parts of 255.
     """
 
     patch_size: int
     temporal_patch_size: int
     merge_size: int
-    pixels: tuple[int, int] = IMAGE_PIXELS
-    video_pixels: tuple[int, int] = VIDEO_PIXELS
     mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
     std: tuple[float, float, float] = (0.5, 0.5, 0.5)
 
     @classmethod
+    @abstractmethod
     def from_folder(cls, folder: Path, vision: VisionSpec) -> Self:
-        """The checkpoint's, or the defaults where it has no such file.
+        """The checkpoint's, or the released model's where it has no such file.
 
-        Raises ConfigError where the file's sizes differ from the tower's.
+        Raises ConfigError where the file's sizes differ from the tower's, or it asks for what is not implemented.
         """
-        sizes = (vision.patch_size, vision.temporal_patch_size, vision.spatial_merge_size)
-        file = folder / PREPROCESSOR_CONFIG
-        if not file.is_file():
-            return cls(*sizes)
+
+    @abstractmethod
+    def fitted(self, frames: UInt8[np.ndarray, "T h w C"], video: bool) -> UInt8[np.ndarray, "T H W 3"]:
+        """Frames with sides of whole tokens; of four channels the last is opacity. Raises TokenError."""
+
+
+def read_preprocessor(folder: Path) -> dict[str, Any]:
+    """What `preprocessor_config.json` holds, nothing where there is none. Raises ConfigError for a broken file."""
+    file = folder / PREPROCESSOR_CONFIG
+    if not file.is_file():
+        return {}
+    try:
         values = json.loads(file.read_text(encoding="utf-8"))
-        names = ("patch_size", "temporal_patch_size", "merge_size")
-        found = tuple(values.get(name, size) for name, size in zip(names, sizes, strict=True))
-        if found != sizes:
-            raise ConfigError(f"{file}: patch, temporal patch and merge size are {found}, the model's are {sizes}")
-        size = values.get("size") or {}
-        least = size.get("shortest_edge", values.get("min_pixels", IMAGE_PIXELS[0]))
-        most = size.get("longest_edge", values.get("max_pixels", IMAGE_PIXELS[1]))
-        mean, std = (tuple(values.get(name, (0.5, 0.5, 0.5))) for name in ("image_mean", "image_std"))
-        return cls(*sizes, (least, most), mean=mean, std=std)
+    except ValueError as error:
+        raise ConfigError(f"{file}: expected JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{file}: expected an object, got {type(values).__name__}")
+    return values
 
 
-def image_media(pixels: UInt8[np.ndarray, "H W 3"], rule: PatchRule) -> Media:
-    """One image. Raises TokenError for other arrays, or sides more than 200 times each other."""
-    return _media(pixels[None], rule, rule.pixels)
+def image_media(pixels: UInt8[np.ndarray, "H W C"], rule: PatchRule) -> Media:
+    """One image, of 3 channels, or 4 with opacity. Raises TokenError for other arrays, and what the rule refuses."""
+    return _media(pixels[None], rule, video=False)
 
 
 def video_media(frames: UInt8[np.ndarray, "T H W 3"], rule: PatchRule) -> Media:
     """A video's frames, of which `temporal_patch_size` in a row make one still; the last is repeated to fill up."""
-    return _media(frames, rule, rule.video_pixels)
+    return _media(frames, rule, video=True)
 
 
-def video_prompt(seconds: Sequence[float], start: str = "<|vision_start|>", end: str = "<|vision_end|>") -> str:
-    """The text that stands for a video in a prompt: each still's time, and a placeholder to be expanded.
+def read_image(file: str | Path) -> UInt8[np.ndarray, "H W C"]:
+    """An image file's pixels, with opacity if it has any. Needs the extra `vision`.
 
-    seconds: of each still, the mean of its frames' times.
+    Raises TokenError for a file that is missing, or no image.
     """
-    return "".join(f"<{second:.1f} seconds>{start}<|video_pad|>{end}" for second in seconds)
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        with Image.open(file) as image:
+            return np.asarray(image.convert("RGBA" if image.has_transparency_data else "RGB"))
+    except (UnidentifiedImageError, OSError) as error:
+        raise TokenError(f"{file}: expected an image: {error}") from error
 
 
-def read_image(file: str | Path) -> UInt8[np.ndarray, "H W 3"]:
-    """An image file's pixels. Needs the extra `vision`."""
-    from PIL import Image
-
-    with Image.open(file) as image:
-        return np.asarray(image.convert("RGB"))
-
-
-def _media(frames: UInt8[np.ndarray, "T H W 3"], rule: PatchRule, limits: tuple[int, int]) -> Media:
-    if frames.ndim != 4 or frames.shape[3] != 3 or frames.dtype != np.uint8 or not frames.size:
-        raise TokenError(f"expected uint8 pixels [height, width, 3] (of each frame), got {frames.dtype} {frames.shape}")
-    step = rule.temporal_patch_size
-    time = -(-len(frames) // step)
-    height, width = fitted_size(frames.shape[1], frames.shape[2], rule, limits, time if len(frames) > 1 else 1)
-    resized = np.stack([resize(frame, height, width) for frame in frames])
+def _media(frames: UInt8[np.ndarray, "T H W C"], rule: PatchRule, video: bool) -> Media:
+    if frames.ndim != 4 or frames.shape[3] not in (3, 4) or frames.dtype != np.uint8 or not frames.size:
+        raise TokenError(
+            f"expected uint8 pixels [height, width, 3 or 4] (of each frame), got {frames.dtype} {frames.shape}"
+        )
+    fitted = rule.fitted(frames, video)
     mean, std = np.array(rule.mean, np.float32), np.array(rule.std, np.float32)
-    scaled = (resized.astype(np.float32) / 255 - mean) / std
-    filled = np.concatenate([scaled, np.repeat(scaled[-1:], time * step - len(frames), axis=0)])
-    return Media(patchify(filled, rule), (time, height // rule.patch_size, width // rule.patch_size))
+    scaled = (fitted.astype(np.float32) / 255 - mean) / std
+    missing = -len(frames) % rule.temporal_patch_size
+    filled = np.concatenate([scaled, np.repeat(scaled[-1:], missing, axis=0)])
+    height, width = (side // rule.patch_size for side in fitted.shape[1:3])
+    return Media(patchify(filled, rule), (len(filled) // rule.temporal_patch_size, height, width))
 
 
-def fitted_size(height: int, width: int, rule: PatchRule, limits: tuple[int, int], time: int = 1) -> tuple[int, int]:
-    """Height and width in pixels, both in whole tokens and all `time` stills' pixels within the limits, near the shape.
-
-    Raises TokenError for sides more than 200 times each other.
-    """
-    if max(height, width) > MAX_ASPECT * min(height, width):
-        raise TokenError(f"expected sides at most {MAX_ASPECT} times each other, got {height} x {width} pixels")
-    unit, frames = rule.patch_size * rule.merge_size, time * (rule.temporal_patch_size if time > 1 else 1)
-    fitted = [max(unit, round(side / unit) * unit) for side in (height, width)]
-    least, most = limits
-    if frames * fitted[0] * fitted[1] > most:
-        shrink = math.sqrt(frames * height * width / most)
-        fitted = [max(unit, math.floor(side / shrink / unit) * unit) for side in (height, width)]
-    elif frames * fitted[0] * fitted[1] < least:
-        grow = math.sqrt(least / (frames * height * width))
-        fitted = [math.ceil(side * grow / unit) * unit for side in (height, width)]
-    return fitted[0], fitted[1]
-
-
-def resize(pixels: UInt8[np.ndarray, "h w 3"], height: int, width: int) -> UInt8[np.ndarray, "H W 3"]:
+def resize(pixels: UInt8[np.ndarray, "h w C"], height: int, width: int) -> UInt8[np.ndarray, "H W C"]:
     """Bicubic with antialiasing: what Pillow and torchvision call so, up to rounding."""
     if pixels.shape[:2] == (height, width):
         return pixels

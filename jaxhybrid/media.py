@@ -88,7 +88,7 @@ def place(ids: Int[np.ndarray, " T"], media: Sequence[Media], vision: VisionSpec
     """Matches placeholders to stills, both in order.
 
     Raises TokenError where one side has more than the other, a still has other patches than the tower takes, or not as
-    many placeholders as it makes tokens.
+    many placeholders as it makes tokens, and for a video where the model takes images alone.
     """
     if vision is None:
         if media:
@@ -96,8 +96,8 @@ def place(ids: Int[np.ndarray, " T"], media: Sequence[Media], vision: VisionSpec
                 f"expected a prompt of text alone, got {len(media)} images or videos: the model has no vision"
             )
         return []
-    waiting = deque(frame for item in media for frame in item.frames)
-    placeholders = np.flatnonzero((ids == vision.image_token_id) | (ids == vision.video_token_id))
+    waiting = deque(_stills(media, vision))
+    placeholders = np.flatnonzero(np.isin(ids, vision.placeholder_ids))
     placed: list[Placed] = []
     at = 0
     while at < placeholders.size:
@@ -117,6 +117,13 @@ def place(ids: Int[np.ndarray, " T"], media: Sequence[Media], vision: VisionSpec
     if waiting:
         raise TokenError(f"{len(waiting)} images or frames have no placeholder in the prompt")
     return placed
+
+
+def _stills(media: Sequence[Media], vision: VisionSpec) -> list[Frame]:
+    for item in media:
+        if item.grid[0] > 1 and vision.video_token_id is None:
+            raise TokenError(f"expected images, got a video of {item.grid[0]} stills: the model takes no video")
+    return [frame for item in media for frame in item.frames]
 
 
 def _span(start: int, frame: Frame, vision: VisionSpec) -> Span:
@@ -153,10 +160,10 @@ def rope_positions(length: int, spans: Sequence[Span]) -> tuple[Int32[np.ndarray
 def expand_placeholders(ids: Sequence[int], media: Sequence[Media], vision: VisionSpec) -> list[int]:
     """A prompt with one placeholder for each still, as chat templates write them, to one for each embedding.
 
-    Raises TokenError unless there are as many placeholders as stills.
+    Raises TokenError unless there are as many placeholders as stills, and for a video that the model does not take.
     """
-    frames = [frame for item in media for frame in item.frames]
-    marks = (vision.image_token_id, vision.video_token_id)
+    frames = _stills(media, vision)
+    marks = vision.placeholder_ids
     count = sum(token in marks for token in ids)
     if count != len(frames):
         raise TokenError(f"expected a placeholder for each of {len(frames)} images and frames, got {count}")

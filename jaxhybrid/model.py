@@ -23,6 +23,7 @@ from jaxhybrid.config import ModelConfig
 from jaxhybrid.errors import ConfigError, TokenError
 from jaxhybrid.generation import GENERATION_CONFIG, GenerationDefaults, read_generation_defaults
 from jaxhybrid.image_patches import PREPROCESSOR_CONFIG, PatchRule
+from jaxhybrid.kimi_patches import KimiRule
 from jaxhybrid.layers.context import Execution
 from jaxhybrid.layers.decoder import Decoder, abstract_decoder
 from jaxhybrid.layers.step import MediaInputs
@@ -34,6 +35,7 @@ from jaxhybrid.models.weight_table import WeightTable
 from jaxhybrid.parallel.fitting import execution_on, fit_to_mesh
 from jaxhybrid.parallel.mesh import partition_of
 from jaxhybrid.parallel.sharding import parameter_struct, pool_places
+from jaxhybrid.qwen_patches import QwenRule
 from jaxhybrid.state.arrays import PoolArrays, pool_arrays
 from jaxhybrid.state.batch import BatchAddress
 from jaxhybrid.state.layout import StateDtypes, StateLayout, layout_of
@@ -52,6 +54,7 @@ TOKENIZER_FILES = (
 )
 FORWARD_CHUNK = 512  # tokens per program call of `forward`: bounds its activations, not its length
 FORWARD_PAGE = 128  # a multiple of the tokens that share an entry in any published model
+PATCH_RULES: Mapping[str, type[PatchRule]] = {"qwen": QwenRule, "kimi": KimiRule}
 
 
 class Model:
@@ -128,7 +131,7 @@ class Model:
         """How this model's images and videos are made of pixels: `jaxhybrid.image_patches`. Raises ConfigError."""
         if self.config.vision is None:
             raise ConfigError(f"{self.path}: the model takes text alone, it has no vision tower")
-        return PatchRule.from_folder(self.path, self.config.vision)
+        return PATCH_RULES[self.config.vision.preparation].from_folder(self.path, self.config.vision)
 
     def embed_frame(self, frame: Frame) -> Float[Array, "n D"]:
         """The vision tower's embeddings of a still, one for each of its placeholders."""

@@ -36,7 +36,8 @@ class Golden:
     stored: published tensors to what is written to disk (quantised); the reference sees what `loaded` makes of it.
     loaded: the inverse of `stored`, exactly: the values that the file stands for.
     mtp: (config, tensors, input_ids, trunk [B,T,D] after the final norm) to mtp logits [B,T-1,V].
-    further: (transformers model, config, seed) to arrays beside those of text, or None if another seed is needed.
+    further: (transformers model or own reference, config, seed) to arrays beside those of text, or None if another seed
+        is needed.
     reference: in place of transformers. second_reference: must equal transformers wherever both apply.
     """
 

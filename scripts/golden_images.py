@@ -1,5 +1,6 @@
 """Prompts with images and a video through transformers, for goldens of models that see."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,7 +28,12 @@ def image_arrays(model: Any, config: Config, seed: int) -> dict[str, Any] | None
     """
     generator = torch.Generator().manual_seed(seed)
     ids, media = prompt_with_media(config, generator)
-    continued = greedy(model, config, ids, media)
+
+    def logits_of(tokens: Tensor) -> Tensor:
+        kind = kinds(config, tokens, len(ids))
+        return model(input_ids=tokens, mm_token_type_ids=kind, use_cache=False, **media).logits[0]
+
+    continued = greedy(logits_of, ids)
     if continued is None:
         return None
     logits, chosen, decoded = continued
@@ -83,16 +89,12 @@ def kinds(config: Config, tokens: Tensor, prompt_length: int) -> Tensor:
     return kind.masked_fill(made, 0)
 
 
-def greedy(
-    model: Any, config: Config, ids: list[int], media: dict[str, Tensor]
-) -> tuple[Tensor, Tensor, Tensor] | None:
-    """The prompt's logits, the tokens that follow, and the logits each was chosen from; None for a tie."""
+def greedy(logits_of: Callable[[Tensor], Tensor], ids: list[int]) -> tuple[Tensor, Tensor, Tensor] | None:
+    """The prompt's logits, the tokens that follow, and the logits each was chosen from; None for a tie.
+
+    logits_of: tokens [1,T] that begin with the prompt -> [T,V].
+    """
     tokens, chosen, decoded = torch.tensor([ids]), [], []
-
-    def logits_of(tokens: Tensor) -> Tensor:
-        kind = kinds(config, tokens, len(ids))
-        return model(input_ids=tokens, mm_token_type_ids=kind, use_cache=False, **media).logits[0]
-
     first = logits = logits_of(tokens)
     for _ in range(STEPS):
         best = logits[-1].topk(2)

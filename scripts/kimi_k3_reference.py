@@ -5,7 +5,7 @@ experts as what their MXFP4 stands for.
 """
 
 import torch
-from golden import Config, OwnReference, Tensors
+from golden import Config, Tensors
 from golden_references import KimiReference, tensor_shapes
 from torch import Tensor
 
@@ -17,11 +17,18 @@ class KimiK3Reference(KimiReference):
 
     def __init__(self, config: Config, tensors: Tensors):
         super().__init__(config["text_config"], {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()})
+        self.whole = tensors
 
     def __call__(self, input_ids: Tensor) -> tuple[Tensor, None]:
         """input_ids [B,T] -> logits [B,T,V], no prediction layer."""
+        return self.of_embeddings(self.embed(input_ids)), None
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        return self.tensors["model.embed_tokens.weight"][input_ids]
+
+    def of_embeddings(self, running: Tensor) -> Tensor:
+        """[B,T,D] -> logits [B,T,V]."""
         blocks: list[Tensor] = []
-        running = self.tensors["model.embed_tokens.weight"][input_ids]
         for index in range(self.config["num_hidden_layers"]):
             name = f"model.layers.{index}"
             x = self.mixture(f"{name}.self_attention_res", blocks, running) if blocks else running
@@ -36,7 +43,7 @@ class KimiK3Reference(KimiReference):
             out = self.mlp(f"{name}.mlp", x) if is_dense else self.experts(f"{name}.block_sparse_moe", x)
             running = running + out
         x = self.mixture("model.output_attn_res", blocks, running)
-        return self.head(self.norm("model.norm", x)), None
+        return self.head(self.norm("model.norm", x))
 
     def mixture(self, name: str, blocks: list[Tensor], running: Tensor) -> Tensor:
         """Softmax over blocks and running sum, scored by a norm and one row."""
@@ -94,4 +101,3 @@ def shapes(config: Config) -> dict[str, tuple[int, ...]]:
 
 
 SITES = ("self_attention_res", "mlp_res")
-KIMI_K3_REFERENCE = OwnReference(KimiK3Reference, shapes)

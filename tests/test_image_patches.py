@@ -5,14 +5,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from jaxhybrid.config import VisionSpec
 from jaxhybrid.errors import ConfigError, TokenError
-from jaxhybrid.image_patches import PatchRule, fitted_size, image_media, patchify, resize, video_media, video_prompt
+from jaxhybrid.image_patches import image_media, patchify, read_image, resize, video_media
+from jaxhybrid.qwen_patches import QwenRule, fitted_size, video_prompt
 
 GOLDENS = Path(__file__).parent / "goldens"
-RULE = PatchRule(patch_size=3, temporal_patch_size=2, merge_size=2, pixels=(72, 1296), video_pixels=(72, 2592))
-VISION = VisionSpec(1, 8, 8, 1, 3, 3, 2, 2, 8, 4, 0, 1)
+RULE = QwenRule(patch_size=3, temporal_patch_size=2, merge_size=2, pixels=(72, 1296), video_pixels=(72, 2592))
+VISION = VisionSpec(1, 8, 8, 1, 3, 3, 2, 2, 8, 4, 0, 1)  # patches of 3 pixels and 2 frames, 2 x 2 to a token
 
 
 def pixels(*shape: int) -> np.ndarray:
@@ -72,7 +74,7 @@ def test_a_video_is_its_stills() -> None:
 
 def test_what_is_no_image_is_refused() -> None:
     with pytest.raises(TokenError, match="expected uint8 pixels"):
-        image_media(pixels(12, 18, 4), RULE)
+        image_media(pixels(12, 18, 2), RULE)
     with pytest.raises(TokenError, match="expected uint8 pixels"):
         image_media(np.zeros((12, 18, 3), np.float32), RULE)
     with pytest.raises(TokenError, match="at most 200 times each other, got 1 x 201 pixels"):
@@ -80,15 +82,33 @@ def test_what_is_no_image_is_refused() -> None:
 
 
 def test_rules_of_a_folder(tmp_path: Path) -> None:
-    assert PatchRule.from_folder(tmp_path, VISION).pixels == (65536, 16777216)
+    assert QwenRule.from_folder(tmp_path, VISION).pixels == (65536, 16777216)
     file = tmp_path / "preprocessor_config.json"
     values = {
         "size": {"shortest_edge": 99, "longest_edge": 999}, "patch_size": 3, "merge_size": 2,
         "image_mean": [0.1, 0.2, 0.3],
     }  # fmt: skip
     file.write_text(json.dumps(values))
-    rule = PatchRule.from_folder(tmp_path, VISION)
+    rule = QwenRule.from_folder(tmp_path, VISION)
     assert (rule.pixels, rule.mean, rule.std) == ((99, 999), (0.1, 0.2, 0.3), (0.5, 0.5, 0.5))
     file.write_text(json.dumps(values | {"patch_size": 14}))
     with pytest.raises(ConfigError, match=r"sizes? are \(14, 2, 2\), the model's are \(3, 2, 2\)"):
-        PatchRule.from_folder(tmp_path, VISION)
+        QwenRule.from_folder(tmp_path, VISION)
+    file.write_text("{")
+    with pytest.raises(ConfigError, match=r"preprocessor_config\.json: expected JSON"):
+        QwenRule.from_folder(tmp_path, VISION)
+    file.write_text("[]")
+    with pytest.raises(ConfigError, match=r"preprocessor_config\.json: expected an object, got list"):
+        QwenRule.from_folder(tmp_path, VISION)
+
+
+def test_image_files_are_read_with_their_opacity(tmp_path: Path) -> None:
+    opaque, clear = pixels(5, 7, 3), pixels(5, 7, 4)
+    for name, array in (("opaque.png", opaque), ("clear.png", clear)):
+        Image.fromarray(array).save(tmp_path / name)
+        assert np.array_equal(read_image(tmp_path / name), array)
+    assert np.array_equal(image_media(clear, RULE).patches, image_media(clear[..., :3], RULE).patches)
+    (tmp_path / "text.png").write_text("text")
+    for name in ("text.png", "absent.png"):
+        with pytest.raises(TokenError, match=rf"{name}: expected an image"):
+            read_image(tmp_path / name)

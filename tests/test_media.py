@@ -29,7 +29,7 @@ def arrays_of(name: str) -> dict[str, np.ndarray]:
 
 
 def items(arrays: dict[str, np.ndarray]) -> list[jh.Media]:
-    """Two images, and a video of two stills, in the order of the file."""
+    """Two images, and a video of two stills where the model takes video, in the order of the file."""
     grids = [tuple(map(int, grid)) for grid in arrays["grids"]]
     cuts = np.cumsum([np.prod(grid) for grid in grids])[:-1]
     return [jh.Media(patches, grid) for patches, grid in zip(np.split(arrays["patches"], cuts), grids, strict=True)]
@@ -37,8 +37,8 @@ def items(arrays: dict[str, np.ndarray]) -> list[jh.Media]:
 
 def in_order(arrays: dict[str, np.ndarray]) -> list[jh.Media]:
     """As they stand in the prompt: the video between the images."""
-    first, second, video = items(arrays)
-    return [first, video, second]
+    first, second, *video = items(arrays)
+    return [first, *video, second]
 
 
 def close(actual: np.ndarray, expected: np.ndarray, deviation: float) -> None:
@@ -56,7 +56,9 @@ def name(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-every_golden = pytest.mark.parametrize("name", ["qwen3_5_vl", "qwen3_5_moe_vl"], indirect=True)
+every_golden = pytest.mark.parametrize(
+    "name", ["qwen3_5_vl", "qwen3_5_moe_vl", "kimi_k3_a", "kimi_k3_b"], indirect=True
+)
 
 
 @pytest.fixture
@@ -120,7 +122,7 @@ def test_placeholders_that_do_not_fit_are_named(golden: dict[str, np.ndarray], m
 def test_one_placeholder_a_still_is_expanded(golden: dict[str, np.ndarray], model: jh.Model) -> None:
     ids, vision = golden["input_ids"].tolist(), model.config.vision
     assert vision is not None
-    marks = (vision.image_token_id, vision.video_token_id)
+    marks = vision.placeholder_ids
     short = [token for at, token in enumerate(ids) if token not in marks or ids[at - 1] != token]
     assert len(short) < len(ids)
     assert expand_placeholders(short, in_order(golden), vision) == ids
@@ -139,6 +141,7 @@ def test_embeddings_and_logits_of_images_equal_the_reference(golden: dict[str, n
     close(jh.forward(model, golden["input_ids"], in_order(golden)), golden["logits"], golden["logits"].std())
 
 
+@pytest.mark.parametrize("name", ["qwen3_5_vl", "kimi_k3_a"], indirect=True)
 def test_every_tensor_of_the_tower_is_felt(golden: dict[str, np.ndarray], model: jh.Model) -> None:
     frame, vision = items(golden)[0].frames[0], model.config.vision
     assert vision is not None
@@ -295,6 +298,15 @@ def test_a_model_without_vision_takes_no_media(golden: dict[str, np.ndarray]) ->
         jh.forward(model, [3, 4], items(golden)[:1])
     with pytest.raises(ConfigError, match="takes text alone"):
         model.patch_rule  # noqa: B018
+
+
+@pytest.mark.parametrize("name", ["kimi_k3_a"], indirect=True)
+def test_a_model_of_images_takes_no_video(golden: dict[str, np.ndarray], model: jh.Model) -> None:
+    first, vision = items(golden)[0], model.config.vision
+    video = jh.Media(np.concatenate([first.patches, first.patches]), (2, *first.grid[1:]))
+    for call in (place, expand_placeholders):
+        with pytest.raises(TokenError, match="expected images, got a video of 2 stills: the model takes no video"):
+            call(np.zeros(12, np.int32), [video], vision)
 
 
 @pytest.mark.parametrize("grid", [[(1, 2, 2)], (2, 2), (1, 2, 0), (1.0, 2.0, 2.0)])

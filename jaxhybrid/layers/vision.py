@@ -1,4 +1,4 @@
-"""The vision tower of Qwen3-VL and Qwen3.5 (arXiv 2511.21631): patches of one frame to embeddings of its tokens.
+"""A vision tower, Qwen3-VL's (arXiv 2511.21631) or MoonViT (2504.07491): a frame's patches to its tokens' embeddings.
 
 Attention spans a frame and nothing else, so a video is its frames one by one. Patches come in the order in which they
 are merged: the `spatial_merge_size` squared patches of a token, then those of the next.
@@ -16,10 +16,9 @@ from jaxtyping import Array, Float, Float32, Int, Shaped
 
 from jaxhybrid.config import VisionSpec
 from jaxhybrid.layers.linear import Linear
-from jaxhybrid.layers.norm import LayerNorm
+from jaxhybrid.layers.norm import LayerNorm, RmsNorm
 from jaxhybrid.layers.parameter import parameter, with_leading_axis
 
-EPS = 1e-6
 QUERY_TILE = 256  # queries whose scores over all patches are held at once
 WHOLE = (None, None)  # on a mesh every device holds all of the tower, which is small beside the decoder
 MIN_PATCHES = 64  # the least a program is compiled for
@@ -52,8 +51,11 @@ def frame_inputs(patches: Float32[np.ndarray, "n F"], height: int, width: int, s
 
     blocks = (height // merge, merge, width // merge, merge)
     rows, columns = (axis.reshape(blocks).swapaxes(1, 2).ravel() for axis in np.indices((height, width)))
-    # The table is stretched over the still, corners on corners, and read bilinearly.
-    lower, share = zip(*(_bilinear(axis, size, side) for axis, size in ((rows, height), (columns, width))), strict=True)
+    # The table is stretched over the still and read bilinearly.
+    places = _corners if spec.align_corners else _edges
+    exact = (places(rows, height, side), places(columns, width, side))
+    lower = [np.floor(axis).astype(np.int64) for axis in exact]
+    share = [axis - below for axis, below in zip(exact, lower, strict=True)]
     taps, weights = [], []
     for down, right in np.ndindex(2, 2):
         row, column = (np.minimum(low + step, side - 1) for low, step in zip(lower, (down, right), strict=True))
@@ -69,26 +71,32 @@ def frame_inputs(patches: Float32[np.ndarray, "n F"], height: int, width: int, s
     )
 
 
-def _bilinear(
-    index: Int[np.ndarray, " n"], size: int, side: int
-) -> tuple[Int[np.ndarray, " n"], Float[np.ndarray, " n"]]:
-    """The entry below each index of a line of `size` points laid over `side` entries, and how far it is beyond it."""
-    exact = index * (side - 1) / max(size - 1, 1)
-    lower = np.floor(exact).astype(np.int64)
-    return lower, exact - lower
+def _corners(index: Int[np.ndarray, " n"], size: int, side: int) -> Float[np.ndarray, " n"]:
+    """Where `size` points fall among `side` entries, first on first and last on last."""
+    return index * (side - 1) / max(size - 1, 1)
+
+
+def _edges(index: Int[np.ndarray, " n"], size: int, side: int) -> Float[np.ndarray, " n"]:
+    """Likewise with points and entries in the middle of equal parts of one length; none beyond the outer entries."""
+    return np.clip((index + 0.5) * side / size - 0.5, 0, side - 1)
+
+
+def _norm(spec: VisionSpec, dtype: DTypeLike) -> LayerNorm | RmsNorm:
+    kind = {"layer": LayerNorm, "rms": RmsNorm}[spec.norm]
+    return kind(spec.hidden_size, spec.norm_eps, dtype)
 
 
 class VisionBlock(nnx.Module):
-    """x += W_o attend(norm x); x += W_2 gelu(W_1 norm x). All projections have biases."""
+    """x += W_o attend(norm x); x += W_2 gelu(W_1 norm x)."""
 
     def __init__(self, spec: VisionSpec, dtype: DTypeLike) -> None:
-        width, inner = spec.hidden_size, spec.intermediate_size
+        width, inner, heads = spec.hidden_size, spec.intermediate_size, spec.attention_size
         self.spec = spec
-        self.norm1, self.norm2 = LayerNorm(width, EPS, dtype), LayerNorm(width, EPS, dtype)
-        self.qkv = Linear(width, 3 * width, WHOLE, dtype, bias=True)
-        self.proj = Linear(width, width, WHOLE, dtype, bias=True)
-        self.linear_fc1 = Linear(width, inner, WHOLE, dtype, bias=True)
-        self.linear_fc2 = Linear(inner, width, WHOLE, dtype, bias=True)
+        self.norm1, self.norm2 = _norm(spec, dtype), _norm(spec, dtype)
+        self.qkv = Linear(width, 3 * heads, WHOLE, dtype, spec.bias)
+        self.proj = Linear(heads, width, WHOLE, dtype, spec.bias)
+        self.linear_fc1 = Linear(width, inner, WHOLE, dtype, spec.bias)
+        self.linear_fc2 = Linear(inner, width, WHOLE, dtype, spec.bias)
 
     def __call__(
         self, x: Float[Array, "N D"], angles: Float[Array, "N half"], count: Int[Array, ""]
@@ -96,7 +104,7 @@ class VisionBlock(nnx.Module):
         heads = self.spec.num_heads
         q, k, v = jnp.moveaxis(self.qkv(self.norm1(x)).reshape(x.shape[0], 3, heads, -1), 1, 0)
         mixed = attend(_turn(q, angles), _turn(k, angles), v, count)
-        x = x + self.proj(mixed.reshape(x.shape))
+        x = x + self.proj(mixed.reshape(x.shape[0], -1))
         return x + self.linear_fc2(jax.nn.gelu(self.linear_fc1(self.norm2(x)), approximate=True))
 
 
@@ -128,12 +136,14 @@ class VisionTower(nnx.Module):
     def __init__(self, spec: VisionSpec, dtype: DTypeLike) -> None:
         self.spec = spec
         width, merged = spec.hidden_size, spec.hidden_size * spec.patches_per_token
-        self.patch_embed = Linear(spec.patch_features, width, WHOLE, dtype, bias=True)
+        self.patch_embed = Linear(spec.patch_features, width, WHOLE, dtype, spec.bias)
         self.pos_embed = parameter((spec.num_position_embeddings, width), (None, None), dtype)
         self.blocks = with_leading_axis(VisionBlock(spec, dtype), spec.depth)
-        self.merger_norm = LayerNorm(width, EPS, dtype)
-        self.merger_linear_fc1 = Linear(merged, merged, WHOLE, dtype, bias=True)
-        self.merger_linear_fc2 = Linear(merged, spec.out_hidden_size, WHOLE, dtype, bias=True)
+        self.merger_norm = _norm(spec, dtype)
+        self.merger_linear_fc1 = Linear(merged, merged, WHOLE, dtype, spec.bias)
+        self.merger_linear_fc2 = Linear(merged, spec.out_hidden_size, WHOLE, dtype, spec.bias)
+        if spec.output_norm_eps is not None:
+            self.output_norm = RmsNorm(spec.out_hidden_size, spec.output_norm_eps, dtype)
 
     def __call__(self, frame: FrameInputs) -> Float[Array, "n D"]:
         """Embeddings of the frame's tokens; those after the real ones are of no meaning."""
@@ -144,10 +154,11 @@ class VisionTower(nnx.Module):
         graph, stack = nnx.split(self.blocks)
         x, _ = jax.lax.scan(lambda x, block: (nnx.merge(graph, block)(x, angles, frame.count), None), x, stack)
         joined = self.merger_norm(x).reshape(-1, x.shape[1] * self.spec.patches_per_token)
-        return self.merger_linear_fc2(jax.nn.gelu(self.merger_linear_fc1(joined), approximate=False))
+        made = self.merger_linear_fc2(jax.nn.gelu(self.merger_linear_fc1(joined), approximate=False))
+        return made if self.spec.output_norm_eps is None else self.output_norm(made)
 
     def _angles(self, frame: FrameInputs) -> Float[Array, "N half"]:
         """A quarter of a head's channels turns by the row, a quarter by the column; the other half pairs with them."""
-        quarter = self.spec.hidden_size // self.spec.num_heads // 4
+        quarter = self.spec.head_dim // 4
         turns = self.spec.rope_theta ** (-jnp.arange(quarter, dtype=jnp.float32) / quarter)
         return jnp.concatenate([frame.rows[:, None] * turns, frame.columns[:, None] * turns], axis=-1)

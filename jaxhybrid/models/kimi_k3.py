@@ -1,8 +1,7 @@
-"""Kimi K3 (`kimi_k3`), its text part: KDA with bounded decay, gated MLA, latent experts, attention residuals.
+"""Kimi K3 (`kimi_k3`): KDA with bounded decay, gated MLA, latent experts, attention residuals, and a vision tower.
 
-arXiv 2607.24653. The released file holds the text part under `text_config` and `language_model.`. It also holds a
-vision tower, which is not implemented: its config and its tensors (`VISION`) are passed over, and the model takes
-text alone.
+arXiv 2607.24653. The released file holds the text part under `text_config` and `language_model.`, beside a tower for
+images (models/moon_vision.py).
 """
 
 from dataclasses import replace
@@ -27,26 +26,26 @@ from jaxhybrid.models.kimi_linear import (
     moe_weights,
 )
 from jaxhybrid.models.latent_weights import latent_weights
+from jaxhybrid.models.moon_vision import vision_spec, vision_weights
 from jaxhybrid.models.text_model import text_model
 from jaxhybrid.models.weight_table import LayerPlace, WeightTable, rows, trunk_weights
 
 MODEL_TYPES = ("kimi_k3",)
-VISION = ("vision_tower.", "mm_projector.")  # the tower (MoonViT) and what projects its output into the text model
 
 
 def translate(read: ConfigReader) -> ModelConfig:
     """A published config.json as a ModelConfig. Raises ConfigError naming the key that is missing or unsupported."""
     text = read.nested("text_config")
-    for name in ("vision_config", "media_placeholder_token_id", "use_unified_vision_chunk"):
-        read.take(name, default=None)
-    for name in ("image_placeholder", "video_placeholder"):
-        read.take(name, default=None)
+    read.take("image_placeholder", default=None)  # what the chat format writes for an image before it is expanded
     text.take("model_type", default=None)
     for name in ("tie_word_embeddings", "bos_token_id", "eos_token_id"):
         text.agree(read, name)
     config = _text(text)
     text.finish()
-    return config
+    if "vision_config" not in read:  # the text part alone, as some conversions keep it
+        read.take("media_placeholder_token_id", default=None)
+        return config
+    return replace(config, vision=vision_spec(read, config.hidden_size))
 
 
 def _text(read: ConfigReader) -> ModelConfig:
@@ -104,8 +103,8 @@ def weights(table: WeightTable, config: ModelConfig) -> None:
         table.add(f"{model}.output_attn_res_{part}.weight", ("ends", "mixture", part, "weight"))
     for number, place in enumerate(table.layers):
         _layer(place, f"{model}.layers.{number}")
-    for prefix in VISION:
-        table.ignore_all(prefix)
+    if config.vision is not None:
+        vision_weights(table, config.vision)
 
 
 def _layer(place: LayerPlace, prefix: str) -> None:

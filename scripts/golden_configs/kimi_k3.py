@@ -1,4 +1,4 @@
-"""Tiny Kimi K3 models, in the key style of the released checkpoint: experts in MXFP4, a vision tower that stays unread.
+"""Tiny Kimi K3 models, in the key style of the released checkpoint: experts in MXFP4, a vision tower.
 
 Dimensions are distinct wherever the architecture allows, so that a transposed or swapped axis cannot pass unnoticed;
 what experts multiply is a multiple of 32, the groups of MXFP4.
@@ -8,8 +8,11 @@ import re
 from functools import partial
 from typing import Any
 
-from golden import Config, Golden, Tensors
-from kimi_k3_reference import KIMI_K3_REFERENCE
+from golden import Config, Golden, OwnReference, Tensors
+from kimi_k3_reference import KimiK3Reference
+from kimi_k3_reference import shapes as text_shapes
+from kimi_k3_vision_reference import image_arrays
+from kimi_k3_vision_reference import shapes as vision_shapes
 
 from golden_configs.gpt_oss import FP4, GROUP
 
@@ -57,15 +60,37 @@ _TEXT: Config = {
 }
 
 
-def _whole(text: Config) -> Config:
+_VISION: Config = {
+    "activation_func": "gelu_pytorch_tanh",
+    "attn_bias": False,
+    "init_pos_emb_time": 4,
+    "linear_bias": False,
+    "merge_kernel_size": [2, 2],
+    "merge_type": "sd2_tpool",
+    "mlp_type": "mlp2",
+    "mm_projector_type": "patchmergerv2",
+    "norm_type": "rmsnorm",
+    "patch_embed_proj_bias": False,
+    "pos_emb_interpolation_mode": "bilinear",
+    "pos_emb_type": "divided_fixed",
+    "projector_hidden_act": "gelu",
+    "projector_ln_eps": 1e-05,
+}
+
+
+def _whole(text: Config, tower: Config) -> Config:
+    """The placeholder is a token that no random prompt has."""
     return {
         "architectures": ["KimiK3ForConditionalGeneration"],
         "dtype": "float32",
-        "media_placeholder_token_id": 5,
+        "image_placeholder": "<|kimi_image_placeholder|>",
+        "media_placeholder_token_id": 0,
         "model_type": "kimi_k3",
         "text_config": _TEXT | text,
         "tie_word_embeddings": False,
-        "vision_config": {"model_type": "kimi_k3_vision", "patch_size": 14, "vt_hidden_size": 8},
+        "vision_config": _VISION
+        | {"text_hidden_size": text["hidden_size"], "mm_hidden_size": tower["vt_hidden_size"]}
+        | tower,
     }
 
 
@@ -98,7 +123,17 @@ _A = _whole(
         "routed_expert_hidden_size": 32,
         "v_head_dim": 14,
         "vocab_size": 101,
-    }
+    },
+    {
+        "init_pos_emb_height": 5,
+        "init_pos_emb_width": 5,
+        "patch_size": 3,
+        "qkv_hidden_size": 24,
+        "vt_hidden_size": 18,
+        "vt_intermediate_size": 30,
+        "vt_num_attention_heads": 3,
+        "vt_num_hidden_layers": 2,
+    },
 )
 
 # Blocks of three, a shorter convolution, a tighter bound, other squashing, weights that are not normalised.
@@ -134,7 +169,17 @@ _B = _whole(
         "routed_scaling_factor": 1.7,
         "v_head_dim": 18,
         "vocab_size": 103,
-    }
+    },
+    {
+        "init_pos_emb_height": 4,
+        "init_pos_emb_width": 4,
+        "patch_size": 4,
+        "qkv_hidden_size": 32,
+        "vt_hidden_size": 20,
+        "vt_intermediate_size": 26,
+        "vt_num_attention_heads": 2,
+        "vt_num_hidden_layers": 3,
+    },
 )
 
 
@@ -146,18 +191,16 @@ def _random(name: str, shape: tuple[int, ...], generator: Any, heads: int) -> An
         return torch.where(torch.arange(shape[0]) < heads, rates, 0.0)
     if name.endswith("res_proj.weight"):  # sharper choices of a block would make much of rounding
         return torch.randn(shape, generator=generator) * 0.4 * shape[-1] ** -0.5
+    if name.endswith("patch_embed.proj.weight"):
+        return torch.randn(shape, generator=generator) / (shape[1] * shape[2] * shape[3]) ** 0.5
     return None
 
 
 def _stored(tensors: Tensors) -> Tensors:
-    """Experts in packed MXFP4, each value the nearest that its group's power of two can hold; and some of a tower."""
+    """Experts in packed MXFP4, each value the nearest that its group's power of two can hold."""
     import torch
 
-    table = torch.tensor(FP4)
-    stored: Tensors = {
-        "vision_tower.patch_embed.proj.weight": torch.ones(3, 2),
-        "mm_projector.proj.0.weight": torch.ones(2),
-    }
+    table, stored = torch.tensor(FP4), {}
     for name, tensor in tensors.items():
         if not re.search(r"experts\.\d+\.w\d\.weight$", name):
             stored[name] = tensor
@@ -189,8 +232,9 @@ def _loaded(stored: Tensors) -> Tensors:
 def _golden(config: Config) -> Golden:
     heads = config["text_config"]["linear_attn_config"]["num_heads"]
     return Golden(
-        config, random=partial(_random, heads=heads), stored=_stored, loaded=_loaded, reference=KIMI_K3_REFERENCE
-    )
+        config, random=partial(_random, heads=heads), stored=_stored, loaded=_loaded, further=image_arrays,
+        reference=OwnReference(KimiK3Reference, lambda config: text_shapes(config) | vision_shapes(config)),
+    )  # fmt: skip
 
 
 GOLDENS = {"kimi_k3_a": _golden(_A), "kimi_k3_b": _golden(_B)}

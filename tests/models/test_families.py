@@ -256,7 +256,7 @@ OPTIONAL = {
     "qwen3_5_moe": WHOLE_OPTIONAL,
     "qwen3_5_moe_text": QWEN3_5_OPTIONAL,
     "kimi_k3": {
-        *("image_placeholder", "media_placeholder_token_id", "vision_config"),
+        *("image_placeholder", "vision_config"),
         *("tie_word_embeddings", "bos_token_id", "eos_token_id"),
     },
 }

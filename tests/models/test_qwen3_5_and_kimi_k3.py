@@ -25,6 +25,7 @@ from jaxhybrid.errors import ConfigError
 from jaxhybrid.layers.context import Execution
 from jaxhybrid.layers.decoder import abstract_decoder
 from jaxhybrid.layers.segments import plan_segments
+from jaxhybrid.layers.vision import VisionTower
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -107,6 +108,42 @@ def test_kimi_k3_as_published() -> None:
     assert isinstance(moe, MoeSpec)
     assert (moe.latent_size, moe.latent_norm, moe.shared_intermediate_size) == (3584, True, 6144)
     assert moe.activation == ActivationSpec("situ", beta=4.0, linear_beta=25.0)
+
+
+def test_kimi_k3_tower_as_published() -> None:
+    vision = translate("kimi-k3").vision
+    assert vision is not None
+    assert (vision.depth, vision.hidden_size, vision.attention_size, vision.head_dim) == (27, 1024, 1536, 128)
+    assert (vision.patch_features, vision.patches_per_token, vision.out_hidden_size) == (588, 4, 7168)
+    assert (vision.placeholder_ids, vision.norm, vision.norm_eps) == ((163605,), "rms", 2**-7)
+    tower = nnx.split(nnx.eval_shape(lambda: VisionTower(vision, "bfloat16")))[1]
+    count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tower))
+    assert count == 401_214_464 + 46_144_512  # MoonViT and projector
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"norm_type": "layernorm"}, "norm_type='layernorm' is not supported"),
+        ({"pos_emb_interpolation_mode": "bicubic"}, "pos_emb_interpolation_mode='bicubic'"),
+        ({"init_pos_emb_width": 32}, "init_pos_emb_width=32 is not supported, expected 64"),
+        ({"merge_kernel_size": [2, 1]}, "merge_kernel_size=[2, 1] is not supported, expected [2, 2]"),
+        ({"text_hidden_size": 7}, "text_hidden_size=7 is not supported, expected 7168"),
+        ({"linear_bias": True}, "linear_bias=True"),
+        ({"vt_num_attention_heads": 7}, "a tower's heads must have a multiple of 4 channels, got 1536 for 7"),
+        ({"windows": 4}, "unknown keys windows"),
+    ],
+)
+def test_other_towers_of_kimi_k3_are_refused(changes: dict, named: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        translate("kimi-k3", "vision_config", **changes)
+    assert named in str(caught.value)
+
+
+def test_kimi_k3_without_its_tower_is_a_text_model() -> None:
+    values = json.loads((CONFIGS / "kimi-k3.json").read_text())
+    del values["vision_config"]
+    assert models.translate(values, "kimi-k3").vision is None
 
 
 def test_kimi_k3_layers_repeat_every_twelve() -> None:
