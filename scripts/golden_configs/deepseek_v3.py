@@ -7,6 +7,7 @@ import re
 
 from deepseek_reference import DEEPSEEK_REFERENCE
 from golden import Config, Golden, Tensors
+from golden_quantised import fp8_scales, from_fp8, to_fp8
 
 BLOCK = (16, 12)  # rows and columns of an FP8 weight that share a scale; 128 x 128 in releases
 
@@ -115,16 +116,13 @@ _KIMI_K2: Config = V3 | {
 
 def stored(tensors: Tensors) -> Tensors:
     """Projections in FP8 with a scale a block; the prediction layer repeats embedding and head, as in releases."""
-    import torch
-
     kept: Tensors = {}
     for name, tensor in tensors.items():
         if not re.search(r"layers\.\d+\.(self_attn|mlp)\..*proj(_with_mqa)?\.weight$", name):
             kept[name] = tensor
             continue
-        scales = _blocks_of(tensor).abs().amax((1, 3)) / torch.finfo(torch.float8_e4m3fn).max
-        kept[f"{name}_scale_inv"] = scales
-        kept[name] = (tensor / _spread(scales, tensor.shape)).to(torch.float8_e4m3fn)
+        scales = fp8_scales(tensor, BLOCK)
+        kept[f"{name}_scale_inv"], kept[name] = scales, to_fp8(tensor, scales, BLOCK)
         if name.endswith("kv_a_proj_with_mqa.weight"):
             last = name.split(".self_attn")[0]
     kept[f"{last}.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
@@ -138,23 +136,8 @@ def loaded(tensors: Tensors) -> Tensors:
     for name, tensor in tensors.items():
         if not name.endswith("_scale_inv"):
             scales = tensors.get(f"{name}_scale_inv")
-            values[name] = tensor if scales is None else tensor.float() * _spread(scales, tensor.shape)
+            values[name] = tensor if scales is None else from_fp8(tensor, scales, BLOCK)
     return values
-
-
-def _blocks_of(tensor):
-    """[out, in] padded with zeros, as [blocks of rows, rows, blocks of columns, columns]."""
-    from torch.nn import functional as F
-
-    rows, columns = tensor.shape
-    padded = F.pad(tensor, (0, -columns % BLOCK[1], 0, -rows % BLOCK[0]))
-    return padded.unflatten(1, (-1, BLOCK[1])).unflatten(0, (-1, BLOCK[0]))
-
-
-def _spread(scales, shape):
-    """Each block's scale at each of its weights."""
-    wide = scales.repeat_interleave(BLOCK[0], 0).repeat_interleave(BLOCK[1], 1)
-    return wide[: shape[0], : shape[1]]
 
 
 GOLDENS = {

@@ -7,8 +7,10 @@ Of few index heads many scores are exactly 0, and a choice among equals is anyon
 import re
 from typing import Any
 
+import torch
 from deepseek_v4_reference import DEEPSEEK_V4_REFERENCE
 from golden import Config, Golden, Tensors
+from golden_quantised import fp8_scales, from_fp4, from_fp8, to_fp4, to_fp8
 
 _V4: Config = {
     "architectures": ["DeepseekV4ForCausalLM"],
@@ -104,13 +106,76 @@ _V4_MTP: Config = _V4 | {
     "vocab_size": 67,
 }
 
+# As released: projections in FP8 blocks that divide no dimension, experts in FP4, all scales powers of two.
+BLOCK = (16, 12)
+_V4_FP4: Config = _V4 | {
+    "compress_ratios": [0, 4, 8],
+    "expert_dtype": "fp4",
+    "hc_mult": 2,
+    "hc_sinkhorn_iters": 12,
+    "head_dim": 22,
+    "hidden_size": 64,
+    "index_head_dim": 12,
+    "index_n_heads": 30,
+    "index_topk": 15,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_attention_heads": 4,
+    "num_experts_per_tok": 2,
+    "num_hash_layers": 1,
+    "num_hidden_layers": 3,
+    "o_groups": 2,
+    "o_lora_rank": 14,
+    "q_lora_rank": 28,
+    "qk_rope_head_dim": 10,
+    "quantization_config": {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "quant_method": "fp8",
+        "scale_fmt": "ue8m0",
+        "weight_block_size": list(BLOCK),
+    },
+    "sliding_window": 17,
+    "swiglu_limit": 2.5,
+    "vocab_size": 73,
+}
+_FP8 = re.compile(r".*\.(attn\.w(q_a|q_b|kv|o_a|o_b)|attn\.indexer\.wq_b|shared_experts\.w[123])\.weight")
+_EXPERT = re.compile(r".*\.experts\.\d+\.w[123]\.weight")
+
+
+def _stored(tensors: Tensors) -> Tensors:
+    kept: Tensors = {}
+    for name, tensor in tensors.items():
+        scale = f"{name.removesuffix('.weight')}.scale"
+        if _EXPERT.fullmatch(name):
+            packed, exponents = to_fp4(tensor)
+            kept[name], kept[scale] = packed.view(torch.int8), exponents.view(torch.float8_e8m0fnu)
+        elif _FP8.fullmatch(name):
+            powers = torch.exp2(torch.ceil(torch.log2(fp8_scales(tensor, BLOCK))))
+            kept[name], kept[scale] = to_fp8(tensor, powers, BLOCK), powers.to(torch.float8_e8m0fnu)
+        else:
+            kept[name] = tensor
+    return kept
+
+
+def _loaded(stored: Tensors) -> Tensors:
+    values: Tensors = {}
+    for name, tensor in stored.items():
+        scale = stored.get(f"{name.removesuffix('.weight')}.scale")
+        if tensor.dtype == torch.int8:
+            values[name] = from_fp4(tensor.view(torch.uint8), scale.view(torch.uint8))
+        elif tensor.dtype == torch.float8_e4m3fn:
+            values[name] = from_fp8(tensor, scale, BLOCK)
+        elif not name.endswith(".scale"):
+            values[name] = tensor
+    return values
+
 
 def _random(config: Config):
     """What only DeepSeek-V4 has, under its published names or those of transformers."""
 
     def make(name: str, shape: tuple[int, ...], generator: Any) -> Any:
-        import torch
-
         leaf = name.rsplit(".", 1)[-1]
 
         def normal(mean: float, std: float):
@@ -155,6 +220,9 @@ def _as_published(tensors: Tensors) -> Tensors:
 GOLDENS = {
     "deepseek_v4_a": Golden(
         _V4_A, random=_random(_V4_A), as_published=_as_published, second_reference=DEEPSEEK_V4_REFERENCE
+    ),
+    "deepseek_v4_fp4": Golden(
+        _V4_FP4, random=_random(_V4_FP4), reference=DEEPSEEK_V4_REFERENCE, stored=_stored, loaded=_loaded
     ),
     "deepseek_v4_mtp": Golden(_V4_MTP, random=_random(_V4_MTP), reference=DEEPSEEK_V4_REFERENCE),
 }

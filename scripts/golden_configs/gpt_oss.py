@@ -3,6 +3,7 @@
 from typing import Any
 
 from golden import Config, Golden, Tensors
+from golden_quantised import GROUP, from_fp4, to_fp4
 
 _GPT_OSS: Config = {
     "architectures": ["GptOssForCausalLM"],
@@ -78,9 +79,6 @@ _B: Config = _GPT_OSS | {
     "vocab_size": 107,
 }
 
-FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-GROUP = 32
-
 
 def random(name: str, shape: tuple[int, ...], generator: Any) -> Any:
     """Experts are stored [in, out], and a sink has to compete with scores around zero."""
@@ -96,32 +94,23 @@ def random(name: str, shape: tuple[int, ...], generator: Any) -> Any:
 
 
 def pack(tensors: Tensors) -> Tensors:
-    """Experts in MXFP4, each value the nearest that its group's power of two can hold; the rest in bfloat16."""
-    import torch
-
-    table, stored = torch.tensor(FP4), {}
+    """Experts [E, in, out] in MXFP4, as rows [E, out, in]; the rest in bfloat16."""
+    stored: Tensors = {}
     for name, tensor in tensors.items():
-        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            packed, stored[f"{name}_scales"] = to_fp4(tensor.mT)
+            stored[f"{name}_blocks"] = packed.unflatten(-1, (-1, GROUP // 2))
+        else:
             stored[name] = tensor.bfloat16()
-            continue
-        groups = tensor.mT.reshape(tensor.shape[0], tensor.shape[2], -1, GROUP)
-        exponent = torch.floor(torch.log2(groups.abs().amax(-1))) - 2
-        codes = ((groups / torch.exp2(exponent)[..., None])[..., None] - table).abs().argmin(-1).to(torch.uint8)
-        stored[f"{name}_blocks"] = codes[..., ::2] | codes[..., 1::2] << 4
-        stored[f"{name}_scales"] = (exponent + 127).to(torch.uint8)
     return stored
 
 
 def unpack(stored: Tensors) -> Tensors:
-    import torch
-
-    table, tensors = torch.tensor(FP4), {}
+    tensors: Tensors = {}
     for name, tensor in stored.items():
         if name.endswith("_blocks"):
             base = name.removesuffix("_blocks")
-            codes = torch.stack([tensor & 15, tensor >> 4], -1).flatten(-2).long()
-            values = table[codes] * torch.exp2(stored[f"{base}_scales"].float() - 127)[..., None]
-            tensors[base] = values.flatten(-2).mT
+            tensors[base] = from_fp4(tensor.flatten(-2), stored[f"{base}_scales"]).mT
         elif not name.endswith("_scales"):
             tensors[name] = tensor.float()
     return tensors

@@ -9,12 +9,11 @@ from functools import partial
 from typing import Any
 
 from golden import Config, Golden, OwnReference, Tensors
+from golden_quantised import from_fp4, to_fp4
 from kimi_k3_reference import KimiK3Reference
 from kimi_k3_reference import shapes as text_shapes
 from kimi_k3_vision_reference import image_arrays
 from kimi_k3_vision_reference import shapes as vision_shapes
-
-from golden_configs.gpt_oss import FP4, GROUP
 
 _QUANTISED: Config = {
     "config_groups": {
@@ -197,33 +196,22 @@ def _random(name: str, shape: tuple[int, ...], generator: Any, heads: int) -> An
 
 
 def _stored(tensors: Tensors) -> Tensors:
-    """Experts in packed MXFP4, each value the nearest that its group's power of two can hold."""
-    import torch
-
-    table, stored = torch.tensor(FP4), {}
+    """Experts in packed MXFP4."""
+    stored: Tensors = {}
     for name, tensor in tensors.items():
-        if not re.search(r"experts\.\d+\.w\d\.weight$", name):
+        if re.search(r"experts\.\d+\.w\d\.weight$", name):
+            stored[f"{name}_packed"], stored[f"{name}_scale"] = to_fp4(tensor)
+        else:
             stored[name] = tensor
-            continue
-        groups = tensor.unflatten(-1, (-1, GROUP))
-        exponent = torch.floor(torch.log2(groups.abs().amax(-1))) - 2
-        codes = ((groups / torch.exp2(exponent)[..., None])[..., None] - table).abs().argmin(-1).to(torch.uint8)
-        codes = codes.flatten(-2)
-        stored[f"{name}_packed"] = codes[..., ::2] | codes[..., 1::2] << 4
-        stored[f"{name}_scale"] = (exponent + 127).to(torch.uint8)
     return stored
 
 
 def _loaded(stored: Tensors) -> Tensors:
-    import torch
-
-    table, tensors = torch.tensor(FP4), {}
+    tensors: Tensors = {}
     for name, tensor in stored.items():
         if name.endswith("_packed"):
             base = name.removesuffix("_packed")
-            values = table[torch.stack([tensor & 15, tensor >> 4], -1).flatten(-2).long()]
-            scales = torch.exp2(stored[f"{base}_scale"].float() - 127)
-            tensors[base] = (values.unflatten(-1, (-1, GROUP)) * scales[..., None]).flatten(-2)
+            tensors[base] = from_fp4(tensor, stored[f"{base}_scale"])
         elif not name.endswith("weight_scale"):
             tensors[name] = tensor
     return tensors
