@@ -5,7 +5,7 @@ from typing import Any
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import registry
-from pallas_kernels.grouped_matmul import ragged, reference, tpu, xla
+from pallas_kernels.grouped_matmul import gpu, ragged, reference, tpu, xla
 from pallas_kernels.grouped_matmul.experts import Activation, ExpertBiases
 from pallas_kernels.grouped_matmul.mesh import split_experts
 
@@ -20,6 +20,7 @@ OPERATOR = registry.Operator(
     "routed_experts",
     (
         registry.Implementation("pallas", tpu.routed_experts, platforms=("tpu",), accepts=tpu.accepts),
+        registry.Implementation("pallas", gpu.routed_experts, platforms=("gpu",), accepts=gpu.accepts),
         registry.Implementation("xla", ragged.routed_experts, platforms=("tpu", "gpu"), accepts=_stacked_only),
         registry.Implementation("xla", xla.routed_experts),
         registry.Implementation("reference", reference.routed_experts, automatic=False),

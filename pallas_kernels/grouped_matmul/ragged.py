@@ -5,7 +5,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.grouped_matmul.experts import Activation, ExpertBiases, of_layer
-from pallas_kernels.grouped_matmul.grouping import combine, group_by_expert
+from pallas_kernels.grouped_matmul.grouping import assigned_here, combine, group_by_expert
 
 # Rows [A, in] in groups against matrices [E, out, in].
 _DIMENSIONS = lax.RaggedDotDimensionNumbers(
@@ -29,7 +29,8 @@ def routed_experts(
     """See `pallas_kernels.grouped_matmul.routed_experts`."""
     gate, up, down = of_layer(layer, gate, up, down)
     count = up.shape[0]
-    grouping = group_by_expert(expert_ids, valid, count)
+    here = assigned_here(expert_ids, valid, count)
+    grouping = group_by_expert(expert_ids, here, count)
     rows = jnp.where(valid[:, None], x, 0)[grouping.tokens]
     gate_bias, up_bias, down_bias = biases or (None, None, None)
     ends = jnp.cumsum(grouping.sizes)
@@ -40,4 +41,5 @@ def routed_experts(
         return out if bias is None else out + bias[expert_of_row].astype(jnp.float32)
 
     hidden = activation(None if gate is None else product(rows, gate, gate_bias), product(rows, up, up_bias))
-    return combine(product(hidden.astype(x.dtype), down, down_bias), grouping, weights, valid).astype(x.dtype)
+    products = product(hidden.astype(x.dtype), down, down_bias)
+    return combine(products, grouping.places, here, weights).astype(x.dtype)

@@ -15,8 +15,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.grouped_matmul.experts import Activation, ExpertBiases
-from pallas_kernels.grouped_matmul.grouping import group_by_expert
+from pallas_kernels.grouped_matmul.experts import Activation, ExpertBiases, untileable
+from pallas_kernels.grouped_matmul.grouping import assigned_here, combine, group_by_expert, most_tiles
 
 # Rows of a tile: the least that fill a packed register, and the most.
 MIN_ROWS, MAX_ROWS = 16, 256
@@ -32,12 +32,7 @@ def accepts(
     x: Array, expert_ids: Array, weights: Array, gate: Any, up: Any, down: Any, *_: Any, **options: Any
 ) -> str | None:
     """Why the kernel cannot run these arguments of `routed_experts`, or None."""
-    if isinstance(up, tuple):
-        return "expert weights come as tuples, not stacked"
-    for name, width in (("hidden size", up.shape[-1]), ("inner width", up.shape[-2])):
-        if width % 8:
-            return f"{name} {width} is not a multiple of 8"
-    return None
+    return untileable(up)
 
 
 def tiling(assignments: int, num_experts: int, inner: int, width: int, inner_bytes: int) -> tuple[int, int]:
@@ -64,11 +59,6 @@ def inner_block(inner: int, inner_bytes: int, most_bytes: int) -> int:
     return 128 * pl.cdiv(pl.cdiv(inner, pl.cdiv(inner, most)), 128)
 
 
-def most_tiles(assignments: int, num_experts: int, rows: int) -> int:
-    """However the assignments fall."""
-    return (assignments + min(num_experts, assignments) * (rows - 1)) // rows
-
-
 def routed_experts(
     x: Float[Array, "N D"],
     expert_ids: Int[Array, "N k"],
@@ -89,7 +79,8 @@ def routed_experts(
     inner_bytes = (2 if gate is None else 3) * width * up.dtype.itemsize
     rows, block = tiling(expert_ids.size, count, inner, width, inner_bytes)
     tiles = most_tiles(expert_ids.size, count, rows)
-    grouping = group_by_expert(expert_ids, valid, count)
+    here = assigned_here(expert_ids, valid, count)
+    grouping = group_by_expert(expert_ids, here, count)
     expert_tiles = -(-grouping.sizes // rows)
     tile_ends = jnp.cumsum(expert_tiles)
     starts = jnp.cumsum(grouping.sizes) - grouping.sizes
@@ -103,10 +94,8 @@ def routed_experts(
         x[tokens], matrices, biases, expert_of_tile, tile_ends[-1],
         jnp.asarray(0 if layer is None else layer, jnp.int32), (rows, block), activation, interpret,
     )  # fmt: skip
-    here = valid[:, None] & (expert_ids >= 0) & (expert_ids < count)
     places = grouping.places + shift[jnp.clip(expert_ids, 0, count - 1)]
-    chosen = jnp.where(here[..., None], products[jnp.where(here, places, 0)], 0).astype(jnp.float32)
-    return jnp.einsum("nkd,nk->nd", chosen, jnp.where(here, weights, 0)).astype(x.dtype)
+    return combine(products, places, here, weights).astype(x.dtype)
 
 
 def _products(

@@ -11,7 +11,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.grouped_matmul.experts import Activation, ExpertBiases, of_layer
-from pallas_kernels.grouped_matmul.grouping import combine, group_by_expert
+from pallas_kernels.grouped_matmul.grouping import assigned_here, combine, group_by_expert
 
 # Most rows of one product: where a CPU core reaches its peak.
 MAX_BLOCK_ROWS = 64
@@ -45,7 +45,8 @@ def routed_experts(
     gate, up, down = of_layer(layer, gate, up, down)
     num_experts = len(up)
     size = block_rows(expert_ids.size, num_experts)
-    grouping = group_by_expert(expert_ids, valid, num_experts)
+    here = assigned_here(expert_ids, valid, num_experts)
+    grouping = group_by_expert(expert_ids, here, num_experts)
     # Blocks may reach past their expert's last row: the next block overwrites what they put there, and after the last
     # one come rows of invalid tokens and `size` spare ones.
     rows = jnp.pad(x[grouping.tokens], ((0, size), (0, 0)))
@@ -61,7 +62,7 @@ def routed_experts(
         return lax.dynamic_update_slice_in_dim(products, product, place, axis=0)
 
     products = lax.fori_loop(0, block_ends[-1], body, jnp.zeros(rows.shape, jnp.float32))
-    return combine(products, grouping, weights, valid).astype(x.dtype)
+    return combine(products, grouping.places, here, weights).astype(x.dtype)
 
 
 def _expert_function(
