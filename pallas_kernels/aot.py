@@ -56,8 +56,6 @@ device_description_str: "NVIDIA {name}"
 """
 _HOPPER_MEMORY = {"H100": (3_350_000_000_000, 80_000_000_000), "H200": (4_800_000_000_000, 141_000_000_000)}
 
-_NO_SPILLS: dict[str, str | bool] = {"xla_gpu_fail_ptx_compilation_on_register_spilling": True}
-
 
 def why_absent(part: Part) -> str | None:
     """None if the part's compiler is installed, else what is missing."""
@@ -83,6 +81,11 @@ def device(part: Part) -> Any:
     bandwidth, memory = _HOPPER_MEMORY[part.slice]
     config = _HOPPER.format(bandwidth=bandwidth, memory=memory, name=part.slice)
     return topologies.get_topology_desc("1x1x1", platform="cuda", target_config=config, topology="1x1x1").devices[0]
+
+
+def compiler_options(part: Part) -> dict[str, str | bool] | None:
+    """On a GPU, a kernel that spills registers is to be an error."""
+    return {"xla_gpu_fail_ptx_compilation_on_register_spilling": True} if part.platform == "gpu" else None
 
 
 def _mesh(part: Part) -> jax.sharding.Mesh:
@@ -119,7 +122,7 @@ def compile_for(
     with registry.target(part.platform), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         places = jax.tree.map(placed, jax.eval_shape(function, *arguments))
         lowered = jax.jit(function, donate_argnums=donate, out_shardings=places).lower(*structs)
-        return lowered.compile(_NO_SPILLS if part.platform == "gpu" else None)
+        return lowered.compile(compiler_options(part))
 
 
 _PREFETCH = re.compile(r"copy-start[.\d]* = \((\w+?)(\d+)\[([\d,]+)\]\{[^}]*S\(1\)\}")

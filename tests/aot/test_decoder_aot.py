@@ -1,4 +1,4 @@
-"""Whole decode loops of published models compile for a TPU slice, all donated arrays updated where they lie."""
+"""Whole decode loops of published models compile for a TPU slice and a GPU, donated arrays updated where they lie."""
 
 import dataclasses
 import math
@@ -9,8 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import installed
 from flax import nnx
 from jax.experimental import topologies
+from jax.experimental.layout import Format
 from jax.sharding import Mesh
 
 from jaxhybrid.checkpoint.json_file import read_json_object
@@ -36,7 +38,8 @@ ROWS, SLOTS, PAGES, PAGE_SIZE, STEPS = 64, 130, 4097, 64, 4
 
 def partition_for(part: aot.Part, chips: int) -> Partition:
     aot.device(part)
-    devices = topologies.get_topology_desc(part.slice, platform="tpu").devices[:chips]
+    tpus = part.platform == "tpu"
+    devices = topologies.get_topology_desc(part.slice, platform="tpu").devices[:chips] if tpus else [aot.device(part)]
     axes = tuple((name, axis) for name, axis in MESH_AXES.items() if axis == "model") if chips > 1 else ()
     return Partition(Mesh(np.array(devices), ("model",)), axes)
 
@@ -47,17 +50,21 @@ def compile_decode(part: aot.Part, name: str, layers: int, chips: int):
     config = translate(read_json_object(path), str(path))
     config = dataclasses.replace(config, layers=config.layers[:layers], mtp_layers=(), vision=None)
     config = fit_to_mesh(config, partition)
-    graph, parameters = nnx.split(abstract_decoder(config, Execution.for_platform("tpu"), "bfloat16", partition))
+    graph, parameters = nnx.split(
+        abstract_decoder(config, Execution.for_platform(part.platform), "bfloat16", partition)
+    )
     structs = [
-        (at, each.replace(parameter_struct(each, partition, "tpu"))) for at, each in nnx.to_flat_state(parameters)
+        (at, each.replace(parameter_struct(each, partition, part.platform)))
+        for at, each in nnx.to_flat_state(parameters)
     ]
     layout = layout_of(config.layers, StateDtypes("float32", "bfloat16"), config.vocab_size)
-    places, pool, size = pool_places(layout, partition, "tpu"), {}, 0
+    places, pool, size = pool_places(layout, partition, part.platform), {}, 0
     assert places is not None
     for leaf in layout.leaves:
         shape, place = leaf_shape(leaf, SLOTS, PAGES, PAGE_SIZE), places[leaf.group][leaf.name]
         pool.setdefault(leaf.group, {})[leaf.name] = jax.ShapeDtypeStruct(shape, jnp.dtype(leaf.dtype), sharding=place)
-        size += math.prod(place.sharding.shard_shape(shape)) * np.dtype(leaf.dtype).itemsize
+        sharding = place.sharding if isinstance(place, Format) else place
+        size += math.prod(sharding.shard_shape(shape)) * np.dtype(leaf.dtype).itemsize
 
     def array(*shape, dtype="int32"):
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=partition.sharding((), ()))
@@ -67,28 +74,35 @@ def compile_decode(part: aot.Part, name: str, layers: int, chips: int):
     controls = SamplingControls(real, row, real, real, real, real, real, array(ROWS, 2), row)
     function = partial(decode, graph, STEPS, SamplingMode(random=False, filtered=False, penalised=False))
     arguments = (nnx.from_flat_state(structs), pool, address, row, array(ROWS, STEPS), controls, None)
-    with registry.target("tpu"), registry.record() as recorder:
+    with registry.target(part.platform), registry.record() as recorder:
         jitted = jax.jit(function, donate_argnums=1, out_shardings=(None, places))
-        compiled = jitted.lower(*arguments).compile()
+        compiled = jitted.lower(*arguments).compile(aot.compiler_options(part))
     return compiled, {choice.operator: choice.implementation for choice in recorder.choices()}, size
 
 
-@pytest.mark.parametrize(
-    ("name", "layers", "chips", "operators"),
-    [
-        ("kimi-linear-48b-a3b", 9, 4, {"short_conv", "gated_delta", "latent_attention", "routed_experts"}),
-        ("qwen3-next-80b-a3b", 8, 4, {"short_conv", "gated_delta", "paged_attention", "routed_experts"}),
-        ("nemotron-3-nano-30b-a3b", 8, 2, {"short_conv", "ssd", "paged_attention", "routed_experts"}),
-        ("gpt-oss-120b", 4, 4, {"paged_attention", "routed_experts"}),
-    ],
-)
+MODELS = [
+    ("kimi-linear-48b-a3b", 9, 4, {"short_conv", "gated_delta", "latent_attention", "routed_experts"}),
+    ("qwen3-next-80b-a3b", 8, 4, {"short_conv", "gated_delta", "paged_attention", "routed_experts"}),
+    ("nemotron-3-nano-30b-a3b", 8, 2, {"short_conv", "ssd", "paged_attention", "routed_experts"}),
+    ("gpt-oss-120b", 4, 4, {"paged_attention", "routed_experts"}),
+]
+
+
+@pytest.mark.parametrize(("name", "layers", "chips", "operators"), MODELS)
 def test_a_decode_loop_runs_in_kernels_and_copies_neither_state_nor_experts(name, layers, chips, operators):
-    part = aot.PARTS["tpu-v6e"]
-    if reason := aot.why_absent(part):
-        pytest.skip(reason)
-    compiled, kernels, pool = compile_decode(part, name, layers, chips)
+    compiled, kernels, pool = compile_decode(installed("tpu-v6e"), name, layers, chips)
     memory = compiled.memory_analysis()
     assert kernels == dict.fromkeys(operators, "pallas")
     assert memory.alias_size_in_bytes >= pool
     # All states of one leaf, or one layer's experts, would be more.
     assert memory.temp_size_in_bytes < 128 << 20
+
+
+@pytest.mark.parametrize(("name", "layers", "_", "operators"), MODELS)
+def test_a_decode_loop_on_a_gpu_copies_neither_state_nor_experts(name, layers, _, operators):
+    compiled, kernels, pool = compile_decode(installed("h200"), name, layers, 1)
+    memory = compiled.memory_analysis()
+    assert kernels == dict.fromkeys(operators, "pallas")
+    assert memory.alias_size_in_bytes >= pool
+    # Logits, and a layer's projections, which XLA does copy. A layer's experts are 2.5 GB and more.
+    assert memory.temp_size_in_bytes < 512 << 20
