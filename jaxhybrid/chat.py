@@ -1,18 +1,21 @@
-"""From conversations to token ids and back: `tokenizer.json`, chat template, and what both do to a prefix."""
+"""From conversations to token ids and back: tokenizer, chat template, and what both do to a prefix."""
 
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer
-
+from jaxhybrid.chat_formats import ChatFormat, format_of
+from jaxhybrid.chat_formats.control_text import control, pieces, unmarked
 from jaxhybrid.chat_messages import REASONING_KEYS, Message, Switches, Tool
 from jaxhybrid.chat_template import ChatTemplate
 from jaxhybrid.errors import TemplateError, TokenError
+from jaxhybrid.text_tokenizer import TOKENIZER_CONFIG, TOKENIZER_JSON, JsonTokenizer, TextTokenizer
+from jaxhybrid.tiktoken_tokenizer import TIKTOKEN_MODEL, TiktokenTokenizer
 
 OPEN_THINKING = "<think>"
 # A character has at most four bytes, so within four tokens two equal byte-level sequences reach a character's start.
@@ -47,8 +50,8 @@ class ChatTokenizer:
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
-        templates: Mapping[str, ChatTemplate],
+        tokenizer: TextTokenizer,
+        templates: Mapping[str, ChatFormat],
         end_token_ids: Sequence[int],
         fingerprint: str,
         place: str,
@@ -56,30 +59,33 @@ class ChatTokenizer:
         self._tokenizer = tokenizer
         self._templates = dict(templates)
         self._place = place
-        known = tokenizer.get_vocab(with_added_tokens=True).values()
-        self.vocab_size = max(known) + 1
-        self._holes = frozenset(range(self.vocab_size)).difference(known)
+        self._marks_controls = any(template.marks_controls for template in templates.values())
+        self.vocab_size = max(tokenizer.ids) + 1
+        self._holes = frozenset(range(self.vocab_size)).difference(tokenizer.ids)
         self.fingerprint = fingerprint
         self.end_token_ids = tuple(dict.fromkeys(end_token_ids))
         self._check_ids(self.end_token_ids, "end token ids")
-        self._end_texts = tuple(self.decode([token_id]) for token_id in self.end_token_ids)
+        self._end_texts = tuple(self.rendered_text([token_id]) for token_id in self.end_token_ids)
 
     @classmethod
     def from_folder(cls, path: str | Path, clock: Callable[[], datetime] = datetime.now) -> "ChatTokenizer":
-        """Reads `tokenizer.json`, `tokenizer_config.json`, `chat_template.jinja` and the end tokens' places.
+        """Reads `tokenizer.json` or `tiktoken.model`, `tokenizer_config.json`, `chat_template.jinja` and end tokens.
 
-        `clock` is what templates with a date in the prompt read. A folder without a template still encodes and decodes.
+        Without a template the format is that of `config.json`'s model_type, and without one of those either a folder
+        still encodes and decodes. `clock` is what templates with a date in the prompt read.
         Raises TokenError for tokenizer files that are missing or unreadable, TemplateError for an invalid template.
         """
         folder = Path(path)
-        tokenizer, tokenizer_bytes = _read_tokenizer(folder)
-        settings = _read_json(folder / "tokenizer_config.json")
-        _add_missing_tokens(tokenizer, settings, folder)
+        settings = _read_json(folder / TOKENIZER_CONFIG)
+        tokenizer, tokenizer_bytes = _read_tokenizer(folder, settings)
         special = _special_tokens(folder, settings)
         sources = _template_sources(folder, settings)
-        templates = {
+        templates: dict[str, ChatFormat] = {
             name: ChatTemplate.compile(source, place, special, clock) for name, (source, place) in sources.items()
         }
+        written = None if templates else format_of(_read_json(folder / "config.json"))
+        if written is not None:
+            templates, sources = {"default": written}, {"default": (repr(written), "")}
         parts = [
             tokenizer_bytes,
             json.dumps([special, {n: s for n, (s, _) in sources.items()}], sort_keys=True).encode(),
@@ -90,14 +96,27 @@ class ChatTokenizer:
     def encode(self, text: str) -> list[int]:
         """Ids of the text; a special token's text becomes that token, and none is added. Raises TokenError."""
         try:
-            return self._tokenizer.encode(text, add_special_tokens=False).ids
+            return self._tokenizer.encode(text)
         except (TypeError, UnicodeEncodeError) as error:
             raise TokenError(f"expected Unicode text, got {type(text).__name__}: {error}") from error
+
+    def rendered_text(self, token_ids: Sequence[int]) -> str:
+        """The text of the ids, control tokens marked if the chat format tells them from their names in a message.
+
+        Ids with the same text here say the same to the model, in tokens that may be others. Raises as `decode` does.
+        """
+        if not self._marks_controls:
+            return self.decode(token_ids)
+        runs = groupby(map(int, token_ids), self._tokenizer.control_ids.__contains__)
+        return "".join(
+            "".join(control(self.decode([i])) for i in run) if is_control else self.decode(list(run))
+            for is_control, run in runs
+        )
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of the ids, special tokens included. Raises TokenError for an id outside the vocabulary."""
         self._check_ids(token_ids, "token ids")
-        return self._tokenizer.decode([int(i) for i in token_ids], skip_special_tokens=False)
+        return self._tokenizer.decode([int(i) for i in token_ids])
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[Tool] | None = None, switches: Switches | None = None
@@ -110,10 +129,11 @@ class ChatTokenizer:
         """
         template = self._template(tools)
         text = template.render(messages, tools, switches, add_generation_prompt=True)
-        token_ids = tuple(self.encode(text))
-        history = self.encode(template.render(messages, tools, switches, add_generation_prompt=False))
+        token_ids = tuple(self._rendered_ids(text))
+        history = self._rendered_ids(template.render(messages, tools, switches, add_generation_prompt=False))
         start = self._message_start(token_ids, messages, tools, switches)
-        return Prompt(token_ids, common_prefix(token_ids, history), text, start)
+        shown = unmarked(text) if self._marks_controls else text
+        return Prompt(token_ids, common_prefix(token_ids, history), shown, start)
 
     def response_ids(
         self,
@@ -139,7 +159,7 @@ class ChatTokenizer:
         reasoning = next((response[key] for key in REASONING_KEYS if response.get(key)), "")
         if opening.rstrip().endswith(OPEN_THINKING) and reasoning.strip() not in text:
             text = reasoning + text
-        return self.encode(self._before_end(text))
+        return self._rendered_ids(self._before_end(text))
 
     def splice(self, prompt: Prompt, remembered: Remembered) -> Prompt:
         """The prompt with the remembered ids in place of a retokenised response, so that the remembered prefix matches.
@@ -147,7 +167,7 @@ class ChatTokenizer:
         Only where the text is the same; otherwise, or where nothing differs, the prompt itself. See `splice_ids`.
         """
         history = prompt.token_ids[: prompt.turn_start]
-        spliced = splice_ids(history, remembered, self.decode)
+        spliced = splice_ids(history, remembered, self.rendered_text)
         if spliced == history:
             return prompt
         return replace(
@@ -181,10 +201,10 @@ class ChatTokenizer:
                 text = self._template(tools).render(conversation, tools, switches, add_generation_prompt=False)
             except TemplateError:
                 continue
-            return common_prefix(token_ids, self.encode(text))
+            return common_prefix(token_ids, self._rendered_ids(text))
         return 0
 
-    def _template(self, tools: Sequence[Tool] | None) -> ChatTemplate:
+    def _template(self, tools: Sequence[Tool] | None) -> ChatFormat:
         """Checkpoints with several named templates keep one for tools beside the default."""
         wanted = ("tool_use", "default") if tools is not None else ("default",)
         for name in wanted:
@@ -196,11 +216,30 @@ class ChatTokenizer:
         )
 
     def _after_opening(self, turn: str, opening: str) -> str:
-        """The turn without its opening; of a turn that opens in another way, what follows their common tokens."""
-        if turn.startswith(opening):
-            return turn[len(opening) :]
-        token_ids = self.encode(turn)
-        return self.decode(token_ids[common_prefix(token_ids, self.encode(opening)) :])
+        """The turn without its opening, or what the turn has of it: a generation prompt may say more before it.
+
+        Of a turn that opens in another way, what follows their common tokens.
+        """
+        for start in range(max(1, len(opening))):
+            if turn.startswith(opening[start:]):
+                return turn[len(opening) - start :]
+        token_ids = self._rendered_ids(turn)
+        return self.rendered_text(token_ids[common_prefix(token_ids, self._rendered_ids(opening)) :])
+
+    def _rendered_ids(self, text: str) -> list[int]:
+        """Ids of what a format rendered."""
+        if not self._marks_controls:
+            return self.encode(text)
+        ids: list[int] = []
+        for piece, is_control in pieces(text):
+            ids += [self._control_id(piece)] if is_control else self._tokenizer.encode_ordinary(piece)
+        return ids
+
+    def _control_id(self, token: str) -> int:
+        token_id = self._tokenizer.token_to_id(token)
+        if token_id is None or token_id not in self._tokenizer.control_ids:
+            raise TokenError(f"{self._place}: the chat format needs the control token {token!r}, which there is not")
+        return token_id
 
     def _before_end(self, text: str) -> str:
         """The text up to its last end token, when at most white space follows that."""
@@ -278,16 +317,20 @@ def _last_turn(whole: str, opening: str) -> str:
     raise TemplateError("expected the rendered response to follow the rendered history, but the template rewrote both")
 
 
-def _read_tokenizer(folder: Path) -> tuple[Tokenizer, bytes]:
-    file = folder / "tokenizer.json"
-    if not file.is_file():
-        others = sorted(p.name for p in folder.glob("*") if p.name.startswith(("token", "tiktoken", "vocab", "merges")))
-        raise TokenError(f"{folder}: expected a file tokenizer.json, found {others or 'no tokenizer files'}")
-    content = file.read_bytes()
-    try:
-        return Tokenizer.from_buffer(content), content
-    except Exception as error:  # the tokenizers library raises bare Exceptions
-        raise TokenError(f"{file}: not a tokenizer: {error}") from error
+def _read_tokenizer(folder: Path, settings: Mapping[str, Any]) -> tuple[TextTokenizer, bytes]:
+    """The tokenizer, and what it depends on. A folder with both files has the second for other programs."""
+    file, tokens = folder / TOKENIZER_JSON, folder / TIKTOKEN_MODEL
+    if file.is_file():
+        content = file.read_bytes()
+        return JsonTokenizer.from_bytes(content, settings, folder), content
+    if tokens.is_file():
+        content = tokens.read_bytes()
+        names = json.dumps(settings.get("added_tokens_decoder"), sort_keys=True).encode()
+        return TiktokenTokenizer.from_bytes(content, settings, folder), content + names
+    others = sorted(p.name for p in folder.glob("*") if p.name.startswith(("token", "vocab", "merges")))
+    raise TokenError(
+        f"{folder}: expected a file {TOKENIZER_JSON} or {TIKTOKEN_MODEL}, found {others or 'no tokenizer files'}"
+    )
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -301,22 +344,6 @@ def _read_json(file: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise TokenError(f"{file}: expected a JSON object, got {type(value).__name__}")
     return value
-
-
-def _add_missing_tokens(tokenizer: Tokenizer, settings: Mapping[str, Any], folder: Path) -> None:
-    """Some checkpoints declare added tokens in the settings only."""
-    present = tokenizer.get_added_tokens_decoder()
-    declared = {int(token_id): token for token_id, token in settings.get("added_tokens_decoder", {}).items()}
-    for token_id, token in sorted(declared.items()):
-        if token_id in present:
-            continue
-        flags = {name: token.get(name, False) for name in ("single_word", "lstrip", "rstrip", "special")}
-        tokenizer.add_tokens([AddedToken(token["content"], normalized=token.get("normalized", True), **flags)])
-        if tokenizer.token_to_id(token["content"]) != token_id:
-            raise TokenError(
-                f"{folder / 'tokenizer_config.json'}: expected {token['content']!r} to have id {token_id}, "
-                f"got {tokenizer.token_to_id(token['content'])}"
-            )
 
 
 def _special_tokens(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
@@ -340,7 +367,7 @@ def _template_sources(folder: Path, settings: Mapping[str, Any]) -> dict[str, tu
     sources = {name: (file.read_text(encoding="utf-8"), str(file)) for name, file in files.items() if file.is_file()}
     if sources:
         return sources
-    place = f"{folder / 'tokenizer_config.json'}: chat_template"
+    place = f"{folder / TOKENIZER_CONFIG}: chat_template"
     declared = settings.get("chat_template")
     if declared is None:
         return {}
@@ -352,7 +379,7 @@ def _template_sources(folder: Path, settings: Mapping[str, Any]) -> dict[str, tu
         raise TemplateError(f"{place}: expected text or a list of named templates, got {declared!r:.80}") from error
 
 
-def _end_token_ids(folder: Path, tokenizer: Tokenizer, special: Mapping[str, str]) -> list[int]:
+def _end_token_ids(folder: Path, tokenizer: TextTokenizer, special: Mapping[str, str]) -> list[int]:
     """The tokenizer's end token, then those of generation_config.json and config.json."""
     found: list[int] = []
     if "eos_token" in special:

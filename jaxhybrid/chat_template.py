@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from typing import Any, ClassVar
 
 import jinja2
 from jinja2 import nodes
@@ -95,6 +95,7 @@ class ChatTemplate:
     place: str
     special_tokens: Mapping[str, str]
     compiled: jinja2.Template
+    marks_controls: ClassVar[bool] = False
 
     @classmethod
     def compile(

@@ -460,8 +460,10 @@ def test_a_folder_without_a_template_encodes_but_does_not_render(tmp_path):
 
 
 def test_a_folder_without_a_tokenizer_is_named(tmp_path):
-    (tmp_path / "tiktoken.model").touch()
-    with pytest.raises(TokenError, match=r"expected a file tokenizer\.json, found \['tiktoken\.model'\]"):
+    (tmp_path / "tokenizer.model").touch()
+    with pytest.raises(
+        TokenError, match=r"expected a file tokenizer\.json or tiktoken\.model, found \['tokenizer\.model'\]"
+    ):
         ChatTokenizer.from_folder(tmp_path)
 
 
@@ -470,6 +472,7 @@ def test_broken_files_are_named(tmp_path):
     (folder / "tokenizer_config.json").write_text("{")
     with pytest.raises(TokenError, match=r"tokenizer_config\.json: expected JSON"):
         ChatTokenizer.from_folder(folder)
+    (folder / "tokenizer_config.json").write_text("{}")
     (folder / "tokenizer.json").write_text("{}")
     with pytest.raises(TokenError, match=r"tokenizer\.json: not a tokenizer"):
         ChatTokenizer.from_folder(folder)
