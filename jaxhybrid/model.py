@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
 TOKENIZER_FILES = (
     "tokenizer.json",
+    "tiktoken.model",
     "tokenizer_config.json",
     "chat_template.jinja",
     "special_tokens_map.json",

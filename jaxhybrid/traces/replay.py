@@ -224,7 +224,7 @@ class Replay:
         at = max(0, shared - OVERLAP)  # texts that begin alike need not be decoded whole to compare their ends
         known = Remembered((), context[at:].tolist())
         try:
-            spliced = splice_ids(history[at:].tolist(), known, self._engine.model.tokenizer.decode)
+            spliced = splice_ids(history[at:].tolist(), known, self._engine.model.tokenizer.rendered_text)
         except TokenError:  # made up from block hashes, and not all of it in the vocabulary
             return call
         prompt = np.concatenate([history[:at], np.array(spliced, np.int32), call.prompt_ids[call.turn_start :]])
