@@ -10,17 +10,19 @@ from jaxhybrid.models.weight_table import WeightTable, trunk_weights
 MODEL_TYPES = ("bamba",)
 
 ROTATED = 0.5  # of every head, whatever the file says
+POSITIONS = 262144  # of releases whose file names none
 
 
 def translate(read: ConfigReader) -> ModelConfig:
     """A published config.json as a ModelConfig. Raises ConfigError naming the key that is missing or unsupported."""
     hidden, layer_count = read.take("hidden_size"), read.take("num_hidden_layers")
-    positions = read.take("max_position_embeddings")
+    positions = read.take("max_position_embeddings", default=POSITIONS)
     attending = set(read.take("attn_layer_indices", default=None) or ())
     if attending - set(range(layer_count)):
         raise read.error(f"attn_layer_indices={sorted(attending)}: expected numbers from 0 to {layer_count - 1}")
     read.require("hidden_act", "silu")
     read.require("mlp_bias", False)
+    read.take("mamba_dt_rank", default=None)  # Mamba-1's: here a step size is a number a head
     ffn = DenseSpec(read.take("intermediate_size"))
     attention = LayerSpec(_attention_spec(read, hidden, positions), ffn)
     mamba = LayerSpec(mamba2_spec(read, read.take("mamba_expand") * hidden), ffn)

@@ -9,7 +9,7 @@ from jaxhybrid.errors import ConfigError
 # returns, and defaults of generation, which `generation.py` reads from generation_config.json alone.
 GENERIC_KEYS = frozenset(
     {
-        *("architectures", "auto_map", "transformers_version", "torch_dtype", "dtype", "_name_or_path"),
+        *("architectures", "auto_map", "transformers_version", "torch_dtype", "dtype", "_name_or_path", "name_or_path"),
         *("attn_implementation", "_attn_implementation", "transformers.js_config", "torchscript", "use_bfloat16"),
         *("tf_legacy_loss", "finetuning_task", "task_specific_params", "problem_type", "id2label", "label2id"),
         *("tokenizer_class", "prefix", "pad_token_id", "sep_token_id", "decoder_start_token_id"),

@@ -35,7 +35,10 @@ def translate(read: ConfigReader) -> ModelConfig:
 
 def latent_spec(read: ConfigReader, positions: int) -> LatentAttentionSpec:
     """Latent attention, its rope part turned in neighbouring pairs and, under YaRN, its scores scaled up."""
-    heads, rope_dim = read.take("num_attention_heads"), read.take("qk_rope_head_dim")
+    heads, rope_dim, nope_dim = (read.take(k) for k in ("num_attention_heads", "qk_rope_head_dim", "qk_nope_head_dim"))
+    read.require("qk_head_dim", nope_dim + rope_dim)
+    read.take("head_dim", default=None)  # of the rope part, or of the other, and said elsewhere
+    read.require("rope_interleave", True)
     read.require("num_key_value_heads", heads)
     read.require("attention_bias", False)
     rope = rope_spec(read.rope(), rope_dim, positions, interleaved=True)
@@ -46,7 +49,7 @@ def latent_spec(read: ConfigReader, positions: int) -> LatentAttentionSpec:
         num_attention_heads=heads,
         q_lora_rank=read.take("q_lora_rank"),
         kv_lora_rank=read.take("kv_lora_rank"),
-        qk_nope_head_dim=read.take("qk_nope_head_dim"),
+        qk_nope_head_dim=nope_dim,
         qk_rope_head_dim=rope_dim,
         v_head_dim=read.take("v_head_dim"),
         rope=rope,
@@ -58,7 +61,7 @@ def moe_spec(read: ConfigReader, scoring: Literal["softmax", "sigmoid"], norm_to
     """Routed and shared experts."""
     width = read.take("moe_intermediate_size")
     return MoeSpec(
-        num_experts=read.take("n_routed_experts"),
+        num_experts=read.take("n_routed_experts", "num_experts"),
         num_experts_per_tok=read.take("num_experts_per_tok"),
         moe_intermediate_size=width,
         shared_intermediate_size=width * read.take("n_shared_experts"),
@@ -79,8 +82,12 @@ def model_config(
     kinds = ["dense" if number < first_dense else "sparse" for number in range(len(mixers))]
     if (listed := read.take("mlp_layer_types", default=kinds)) != kinds:
         raise read.error(f"mlp_layer_types={listed!r} contradicts first_k_dense_replace={first_dense}")
+    names = {"indexed_attention", "deepseek_sparse_attention"} if mixers[0].indexer else {"full_attention"}
+    if unknown := set(read.take("layer_types", default=())) - names:
+        raise read.error(f"layer_types: expected {' or '.join(sorted(names))}, got {', '.join(sorted(unknown))}")
     read.require("moe_layer_freq", 1)
     read.require("hidden_act", "silu")
+    read.require("mlp_bias", False)
     return text_model(
         read,
         model_type=model_type,

@@ -1,5 +1,6 @@
 """DeepSeek-V4 (`deepseek_v4`): compressed attention, hyper-connections, experts by hash. arXiv 2606.19348."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -40,8 +41,10 @@ def translate(read: ConfigReader) -> ModelConfig:
         for stride in set(strides) - {0}
     }
     moe = _moe_spec(read)
-    hashed = read.take("num_hash_layers")
+    hashed = _hashed_layers(read, len(strides))
     read.require("hidden_act", "silu")
+    read.require("mlp_bias", False)
+    read.take("router_jitter_noise", default=None)  # of training
     layers = (LayerSpec(mixers[stride], replace(moe, hashed=number < hashed)) for number, stride in enumerate(strides))
     return text_model(
         read,
@@ -67,21 +70,57 @@ def _strides(read: ConfigReader, layers: int) -> list[int]:
     return strides[:layers]
 
 
+def _hashed_layers(read: ConfigReader, layers: int) -> int:
+    """How many layers, from the first on, choose experts by a token's hash: said, or listed layer by layer."""
+    kinds = read.take("mlp_layer_types", default=None)
+    if kinds is None:
+        return read.take("num_hash_layers")
+    count = kinds.count("hash_moe")
+    if kinds != ["hash_moe"] * count + ["moe"] * (layers - count):
+        raise read.error(f"mlp_layer_types: expected hash_moe and then moe for {layers} layers, got {kinds}")
+    read.require("num_hash_layers", count)
+    return count
+
+
+def _ropes(read: ConfigReader, head_dim: int, positions: int) -> tuple[RopeSpec, RopeSpec]:
+    """Of the window, and of what is compressed: that alone is stretched, and without a factor on cos and sin."""
+    rotary_dim, far_theta = read.take("qk_rope_head_dim"), read.take("compress_rope_theta")
+    share = rotary_dim / head_dim
+    read.require("partial_rotary_factor", share)
+    keys = read.take("rope_parameters", default=None)
+    if keys is None:
+        near = {"rope_theta": read.take("rope_theta")}
+        far = {**(read.take("rope_scaling", default=None) or {}), "rope_theta": far_theta}
+    else:  # as transformers 5 writes them
+        near, far = keys["main"], keys["compress"]
+        read.require("rope_theta", near["rope_theta"])
+
+    def spec(name: str, keys: Mapping[str, Any]) -> RopeSpec:
+        rope = read.within(name, {"rope_parameters": keys}).rope()
+        rope.require("partial_rotary_factor", share)
+        return rope_spec(rope, rotary_dim, positions, interleaved=True)
+
+    near_rope, far_rope = spec("rope of the window", near), spec("compressed rope", far)
+    if near_rope.scaling is not None or far_rope.theta != far_theta:
+        raise read.error(f"rope_parameters: expected main plain and compress with theta {far_theta}, got {keys!r}")
+    if isinstance(far_rope.scaling, YarnScaling):
+        far_rope = replace(far_rope, scaling=replace(far_rope.scaling, attention_factor=1.0))
+    return near_rope, far_rope
+
+
 def _attention(
     read: ConfigReader, positions: int
 ) -> tuple[CompressedAttentionSpec, CompressedAttentionSpec, IndexerSpec]:
     """The attention of layers with a window alone, that of the others but for their stride, and its indexer."""
     read.require("num_key_value_heads", 1)
     read.require("attention_bias", False)
-    scaled = rope_spec(read.rope(), read.take("qk_rope_head_dim"), positions, interleaved=True)
-    # Only what is far off is stretched, and unlike YaRN without a factor on cos and sin.
-    scaling = replace(scaled.scaling, attention_factor=1.0) if isinstance(scaled.scaling, YarnScaling) else None
-    far = RopeSpec(float(read.take("compress_rope_theta")), scaled.rotary_dim, interleaved=True, scaling=scaling)
+    head_dim = read.take("head_dim")
+    near, far = _ropes(read, head_dim, positions)
     sliding = CompressedAttentionSpec(
         num_attention_heads=read.take("num_attention_heads"),
-        head_dim=read.take("head_dim"),
+        head_dim=head_dim,
         q_lora_rank=read.take("q_lora_rank"),
-        rope=replace(scaled, scaling=None),
+        rope=near,
         sliding_window=read.take("sliding_window"),
         o_groups=read.take("o_groups"),
         o_lora_rank=read.take("o_lora_rank"),

@@ -31,6 +31,7 @@ def translate(read: ConfigReader) -> ModelConfig:
         read.take(key, default=None)
     inner = read.within("text_config", text)
     inner.require("model_type", "gemma3_text")
+    inner.agree(read, "tie_word_embeddings")
     config = replace(_text_config(inner), model_type="gemma3")
     inner.finish()
     ends = end_tokens(read.take("eos_token_id", default=None))

@@ -16,11 +16,8 @@ _KINDS = {"F": "full", "S": "shared"}
 def translate(read: ConfigReader) -> ModelConfig:
     """A published config.json as a ModelConfig. Raises ConfigError naming the key that is missing or unsupported."""
     positions = read.take("max_position_embeddings")
-    read.require("rope_interleave", True)
     read.require("indexer_rope_interleave", True)
     full = deepseek_v32.sparse_spec(read, positions, interleaved=True)
-    read.require("qk_head_dim", full.qk_nope_head_dim + full.qk_rope_head_dim)
-    read.take("head_dim", default=None)  # of the rope part, or of the other, and said elsewhere
     read.require("moe_router_dtype", "float32")
     kinds = _indexer_types(read, read.take("num_hidden_layers"))
     mixers = [full if kind == "full" else replace(full, indexer="shared") for kind in kinds]

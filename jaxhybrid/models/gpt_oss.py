@@ -19,6 +19,7 @@ LOCAL, GLOBAL = "sliding_attention", "full_attention"
 def translate(read: ConfigReader) -> ModelConfig:
     """A published config.json as a ModelConfig. Raises ConfigError naming the key that is missing or unsupported."""
     read.require("hidden_act", "silu")
+    read.require("swiglu_alpha", 1.702)
     read.take("initial_context_length", default=None)  # the rope's original_max_position_embeddings again
     count, positions = read.take("num_hidden_layers"), read.take("max_position_embeddings", default=131072)
     types = read.take("layer_types", default=None) or [GLOBAL if number % 2 else LOCAL for number in range(count)]

@@ -35,6 +35,7 @@ def translate(read: ConfigReader) -> ModelConfig:
     read.require("num_hidden_layers", len(names))
     read.require("hidden_act", "silu")
     read.require("normalization_function", "rmsnorm")
+    read.take("init_method", default=None)  # of training
     ffn = _feed_forward_spec(read)
     mixers: dict[str, MixerSpec] = {
         "attention": _attention_spec(read, hidden, positions),

@@ -29,11 +29,17 @@ def translate(read: ConfigReader) -> ModelConfig:
     latent_layers = latent_layer_numbers(linear, layer_count)
     delta = delta_spec(linear)
     linear.finish()
+    read.require("linear_num_heads", delta.num_heads)
+    read.require("linear_head_dim", delta.head_dim)
+    read.require("linear_conv_kernel_dim", delta.short_conv_kernel_size)
     latent = latent_spec(read)
     dense = DenseSpec(read.take("intermediate_size"))
     moe = moe_spec(read)
     first_dense = read.take("first_k_dense_replace", default=0)
     read.require("hidden_act", "silu")
+    kinds = ["full_attention" if n in latent_layers else "linear_attention" for n in range(1, layer_count + 1)]
+    read.require("layer_types", kinds)
+    read.require("mlp_layer_types", ["dense"] * first_dense + ["sparse"] * (layer_count - first_dense))
     # Released files have rope keys, unused: every layer is without positions.
     read.rope().require("rope_type", "default")
     read.take("head_dim", default=None)
@@ -72,14 +78,16 @@ def delta_spec(linear: ConfigReader) -> KimiDeltaSpec:
 def latent_spec(read: ConfigReader) -> LatentAttentionSpec:
     """Latent attention's keys; it has no positions."""
     read.require("mla_use_nope", True)
-    heads = read.take("num_attention_heads")
+    read.require("attention_bias", False)
+    heads, nope_dim, rope_dim = (read.take(k) for k in ("num_attention_heads", "qk_nope_head_dim", "qk_rope_head_dim"))
+    read.require("qk_head_dim", nope_dim + rope_dim)
     read.require("num_key_value_heads", heads, default=heads)
     return LatentAttentionSpec(
         num_attention_heads=heads,
         q_lora_rank=read.take("q_lora_rank", default=None),
         kv_lora_rank=read.take("kv_lora_rank"),
-        qk_nope_head_dim=read.take("qk_nope_head_dim"),
-        qk_rope_head_dim=read.take("qk_rope_head_dim"),
+        qk_nope_head_dim=nope_dim,
+        qk_rope_head_dim=rope_dim,
         v_head_dim=read.take("v_head_dim"),
         output_gate=read.take("mla_use_output_gate", default=False),
     )

@@ -1,5 +1,7 @@
 """Mistral 7B (`mistral`): dense attention over a sliding window. arXiv 2310.06825."""
 
+from dataclasses import replace
+
 from jaxhybrid.config import AttentionSpec, DenseSpec, LayerSpec, ModelConfig
 from jaxhybrid.models.config_reader import ConfigReader
 from jaxhybrid.models.rope_keys import context_length, rope_spec
@@ -22,14 +24,24 @@ def translate(read: ConfigReader) -> ModelConfig:
         rope=rope,
         sliding_window=read.take("sliding_window", default=None),  # null since v0.2
     )
-    layer = LayerSpec(attention, DenseSpec(read.take("intermediate_size")))
+    kinds = _layer_types(read, read.take("num_hidden_layers"))
+    mixers = {"sliding_attention": attention, "full_attention": replace(attention, sliding_window=None)}
+    ffn = DenseSpec(read.take("intermediate_size"))
     return text_model(
         read,
         model_type="mistral",
         hidden_size=hidden,
-        layers=(layer,) * read.take("num_hidden_layers"),
+        layers=tuple(LayerSpec(mixers[kind], ffn) for kind in kinds),
         max_position_embeddings=context_length(rope, positions),
     )
+
+
+def _layer_types(read: ConfigReader, layers: int) -> list[str]:
+    """Which layers the window is of: all, unless the file lists them (Ministral)."""
+    kinds = read.take("layer_types", default=None) or ["sliding_attention"] * layers
+    if len(kinds) != layers or set(kinds) - {"sliding_attention", "full_attention"}:
+        raise read.error(f"layer_types: expected sliding_attention or full_attention for {layers} layers, got {kinds}")
+    return kinds
 
 
 weights = dense_weights

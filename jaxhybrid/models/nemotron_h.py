@@ -100,7 +100,7 @@ def _mamba_spec(read: ConfigReader) -> Mamba2Spec:
         num_heads=read.take("mamba_num_heads"),
         head_dim=read.take("mamba_head_dim"),
         n_groups=read.take("n_groups"),
-        state_size=read.take("ssm_state_size"),
+        state_size=read.take("ssm_state_size", "mamba_d_state"),
         conv_kernel_size=read.take("conv_kernel"),
         conv_bias=read.take("use_conv_bias", default=True),
         proj_bias=read.take("use_bias", default=False),

@@ -41,6 +41,7 @@ def translate(read: ConfigReader) -> ModelConfig:
         return _text(read, None)
     text, vision = read.nested("text_config"), vision_spec(read)
     text.take("model_type", default=None)
+    read.require("language_model_only", False)
     for name in ("tie_word_embeddings", "bos_token_id", "eos_token_id"):
         text.agree(read, name)
     config = _text(text, vision)
@@ -58,6 +59,7 @@ def _text(read: ConfigReader, vision: VisionSpec | None) -> ModelConfig:
         read.take("intermediate_size", default=None)  # of dense layers, which a mixture of experts has none of
     read.require("mlp_only_layers", [])
     read.require("attn_output_gate", True)
+    read.require("output_gate_type", "swish", "silu")  # of the delta rule; attention's is a sigmoid
     read.require("hidden_act", "silu")
     read.require("mamba_ssm_dtype", "float32")
     mixers: dict[str, MixerSpec] = {"full_attention": attention, "linear_attention": delta}

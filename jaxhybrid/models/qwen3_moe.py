@@ -15,6 +15,9 @@ def translate(read: ConfigReader) -> ModelConfig:
     read.require("attention_bias", False)
     read.require("use_sliding_window", False)
     read.take("sliding_window", default=None)
+    read.require("qkv_bias", False)
+    read.require("use_qk_norm", True)
+    read.require("shared_expert_intermediate_size", 0, None)
     head_dim, positions = read.take("head_dim"), read.take("max_position_embeddings")
     rope = rope_spec(read.rope(), head_dim, positions)
     attention = AttentionSpec(

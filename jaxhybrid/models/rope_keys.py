@@ -105,8 +105,9 @@ def with_rope_scaling(config: Mapping[str, Any], scaling: Mapping[str, Any]) -> 
     old = config.get("rope_parameters")
     if old is None:
         return {**changed, "rope_scaling": new}
-    if "full_attention" in old:
-        return {**changed, "rope_parameters": {**old, "full_attention": {**_base(old["full_attention"]), **new}}}
+    for kind in ("full_attention", "compress"):  # the layers that see far, of families that tell layers apart
+        if kind in old:
+            return {**changed, "rope_parameters": {**old, kind: {**_base(old[kind]), **new}}}
     return {**changed, "rope_parameters": {**_base(old), **new}}
 
 

@@ -162,11 +162,11 @@ def _stored(tensors: Tensors) -> Tensors:
 def _loaded(stored: Tensors) -> Tensors:
     values: Tensors = {}
     for name, tensor in stored.items():
-        scale = stored.get(f"{name.removesuffix('.weight')}.scale")
+        scale = f"{name.removesuffix('.weight')}.scale"
         if tensor.dtype == torch.int8:
-            values[name] = from_fp4(tensor.view(torch.uint8), scale.view(torch.uint8))
+            values[name] = from_fp4(tensor.view(torch.uint8), stored[scale].view(torch.uint8))
         elif tensor.dtype == torch.float8_e4m3fn:
-            values[name] = from_fp8(tensor, scale, BLOCK)
+            values[name] = from_fp8(tensor, stored[scale], BLOCK)
         elif not name.endswith(".scale"):
             values[name] = tensor
     return values

@@ -180,7 +180,7 @@ OPTIONAL = {
     "bamba": {
         *("attn_layer_indices", "hidden_act", "mlp_bias", "attention_bias", "attn_rotary_emb", "rope_theta"),
         *("rope_scaling", "mamba_chunk_size", "mamba_d_head", "mamba_n_groups", "mamba_conv_bias", "mamba_proj_bias"),
-        *("tie_word_embeddings", "bos_token_id", "eos_token_id"),
+        *("tie_word_embeddings", "bos_token_id", "eos_token_id", "max_position_embeddings", "mamba_dt_rank"),
     },
     "granitemoehybrid": {
         *("hidden_act", "normalization_function", "attention_bias", "position_embedding_type", "num_key_value_heads"),
