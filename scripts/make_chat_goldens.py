@@ -4,16 +4,20 @@
     python scripts/make_chat_goldens.py
 
 Needs the extras `oracle` and `chat`. `own.json` holds the ids for the folder `tokenizer`; `published.npz` those for the
-real tokenizers and templates that `published.json` names, found in the packages of the extra `chat` and not copied.
+real tokenizers and templates that `published.json` names, or the encoders that take a template's place, found in the
+packages of the extra `chat` and not copied.
 """
 
+import functools
 import importlib.util
 import json
 import shutil
 import sysconfig
 import tempfile
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from absl import app, flags, logging
@@ -58,6 +62,29 @@ def published_folder(family: dict[str, Any], folder: Path) -> None:
         template = package_folder("miles_tito_tokenizers") / "templates" / family["template"]
     if template.is_file():
         shutil.copy(template, folder / "chat_template.jinja")
+
+
+def encoder_ids(
+    tokenizer, encoder: ModuleType, conversation: dict[str, Any], switches: dict[str, Any], form: str
+) -> list[int]:
+    """Ids of what a published encoder makes of the conversation, its tools on a system message in front."""
+    messages = with_arguments(conversation["messages"], form)
+    if "tools" in conversation:
+        has_system = messages[0]["role"] == "system"
+        first, others = (messages[0], messages[1:]) if has_system else ({"role": "system", "content": ""}, messages)
+        messages = [{**first, "tools": conversation["tools"]}, *others]
+    options = {name: value for name, value in switches.items() if name != "thinking"}
+    mode = "thinking" if switches.get("thinking", True) else "chat"
+    return tokenizer.encode(encoder.encode_messages(messages, thinking_mode=mode, **options), add_special_tokens=False)
+
+
+def load_encoder(package: str, path: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("encoder", package_folder(package) / path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def package_folder(name: str) -> Path:
@@ -112,9 +139,12 @@ def main(argv: list[str]) -> None:
         with tempfile.TemporaryDirectory() as temporary:
             published_folder(family, Path(temporary))
             tokenizer = AutoTokenizer.from_pretrained(temporary)
+            reference: Callable[..., list[int]] = reference_ids
+            if "encoder" in family:
+                reference = functools.partial(encoder_ids, encoder=load_encoder(*family["encoder"]))
             for index, switches in enumerate(family["variants"]):
                 for c in conversations:
-                    ids = reference_ids(tokenizer, c, switches, family["arguments"])
+                    ids = reference(tokenizer, conversation=c, switches=switches, form=family["arguments"])
                     published[f"{name}/{index}/{c['id']}"] = np.array(ids, np.int32)
         logging.info("%s: %d variants", name, len(family["variants"]))
     np.savez_compressed(folder / "published.npz", **published)

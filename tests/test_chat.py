@@ -56,6 +56,7 @@ def published(tmp_path_factory):
             )
             if template.is_file():
                 shutil.copy(template, folder / "chat_template.jinja")
+            (folder / "config.json").write_text(json.dumps({"model_type": entry.get("model_type", "")}))
             loaded[family] = ChatTokenizer.from_folder(folder)
         return loaded[family]
 
