@@ -8,11 +8,6 @@ import jax
 
 from pallas_kernels import aot, published, tpu_schedule
 
-HEADER = (
-    "kernel", "model", "rows x tokens", "bundles a step", "steps", "bundles a token", "MXU", "VPU", "loads", "stores",
-    "spills", "bytes / fewest", "issue, us", "memory, us", "MXU, us",
-)  # fmt: skip
-
 
 def clock(info: Any) -> float:
     """Cycles a second, from the operations a second of the matrix units.
@@ -37,37 +32,34 @@ def row(part: aot.Part, case: published.Case, folder: Path) -> list[str]:
     issue = bundles / cores / clock(info)
     memory = moved / (info.mem_bw_bytes_per_second * info.num_cores)
     matrix = 2 * case.multiply_adds / (info.bf16_ops_per_second * info.num_cores)
-    batch = case.arguments[0].shape[0]
     units = (f"{schedule.units[name]:.0%}" for name in ("MXU", "VALU", "VLOAD", "VSTORE"))
     a_step = (case.steps * step + loop) // case.steps
     return [
-        f"{case.operator} {case.form}", case.model, f"{batch} x {case.tokens // batch}", f"{a_step:,}",
+        *key(case), f"{a_step:,}",
         f"{case.steps:,}", f"{bundles / case.tokens:,.0f}", *units, f"{schedule.spills:,}",
         f"{moved / case.fewest_bytes:.3f}", *(f"{1e6 * time:,.1f}" for time in (issue, memory, matrix)),
     ]  # fmt: skip
 
 
-def report(parts: Sequence[str], models: Sequence[str], folder: Path) -> str:
-    """A Markdown table for each part. Raises KeyError for a part that does not exist, RuntimeError if one is absent."""
+def key(case: published.Case) -> tuple[str, str, str]:
+    """What tells the case's row from others."""
+    batch = case.arguments[0].shape[0]
+    return f"{case.operator} {case.form}", case.model, f"{batch} x {case.tokens // batch}"
+
+
+def rows(name: str, cases: Sequence[published.Case], folder: Path) -> tuple[str, list[list[str]]]:
+    """A line about the part of this name, and a row for each case. `folder` takes what the compiler writes down.
+
+    Raises KeyError for a part that does not exist, RuntimeError if its compiler is absent.
+    """
     tpu_schedule.dump_to(folder)
     jax.config.update("jax_enable_compilation_cache", False)
-    lines: list[str] = []
-    for name in parts:
-        part = aot.PARTS[name]
-        if reason := aot.why_absent(part):
-            raise RuntimeError(f"{name}: {reason}")
-        info = aot.tpu_info(part)
-        lines += [
-            f"**{name}**, {info.num_cores} core(s) at {clock(info) / 1e9:.2f} GHz, "
-            f"{info.mem_bw_bytes_per_second * info.num_cores / 1e12:.2f} TB/s",
-            "", _line(HEADER), _line(["---"] * len(HEADER)),
-        ]  # fmt: skip
-        for case in published.tpu_cases():
-            if not models or any(model in case.model for model in models):
-                lines.append(_line(row(part, case, folder)))
-        lines.append("")
-    return "\n".join(lines)
-
-
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+    part = aot.PARTS[name]
+    if reason := aot.why_absent(part):
+        raise RuntimeError(f"{name}: {reason}")
+    info = aot.tpu_info(part)
+    about = (
+        f"**{name}**, {info.num_cores} core(s) at {clock(info) / 1e9:.2f} GHz, "
+        f"{info.mem_bw_bytes_per_second * info.num_cores / 1e12:.2f} TB/s"
+    )
+    return about, [row(part, case, folder) for case in cases]

@@ -1,7 +1,7 @@
 """Prints, for every TPU kernel at published shapes, what its compiled program issues and moves, and bounds of its time.
 
-python scripts/tpu_schedule.py --parts=tpu-v6e
-python scripts/tpu_schedule.py --write            # all parts; puts the table into docs/kernels.md (minutes)
+python scripts/tpu_schedule.py --parts=tpu-v6e --operators=ssd
+python scripts/tpu_schedule.py --write    # all parts, ten minutes each; into docs/schedules/ and docs/kernels.md
 
 Needs the extra `aot`; no TPU. Nothing here is a measured time: a kernel takes at least the longest of the three bounds.
 """
@@ -14,24 +14,50 @@ from absl import app, flags
 
 PARTS = flags.DEFINE_list("parts", ["tpu-v5e", "tpu-v5p", "tpu-v6e", "tpu-7x"], "TPUs to compile for.")
 MODELS = flags.DEFINE_list("models", [], "Only cases whose model's name contains one of these.")
-WRITE = flags.DEFINE_bool("write", False, "Put the table into docs/kernels.md, in place of the one that is there.")
+OPERATORS = flags.DEFINE_list("operators", [], "Only cases whose kernel's name and form begin with one of these.")
+WRITE = flags.DEFINE_bool("write", False, "Put the rows into the parts' pages, in place of those that are there.")
 
-DOCUMENT = Path(__file__).parents[1] / "docs" / "kernels.md"
+DOCS = Path(__file__).parents[1] / "docs"
 MARKS = ("<!-- printed by scripts/tpu_schedule.py -->\n", "<!-- end -->\n")
 
 
-def main(_: list[str]) -> None:
+def main(argv: list[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected arguments {argv[1:]}")
     os.environ["JAX_PLATFORMS"] = "cpu"
-    from pallas_kernels import schedule_report
+    from pallas_kernels import published, schedule_page, schedule_report
 
-    with tempfile.TemporaryDirectory() as folder:
-        table = schedule_report.report(PARTS.value, MODELS.value, Path(folder))
-    print(table)
+    every = published.tpu_cases()
+    cases = [
+        case
+        for case in every
+        if (not MODELS.value or any(model in case.model for model in MODELS.value))
+        and (not OPERATORS.value or f"{case.operator} {case.form}".startswith(tuple(OPERATORS.value)))
+    ]
+    for part in PARTS.value:
+        with tempfile.TemporaryDirectory() as folder:
+            about, rows = schedule_report.rows(part, cases, Path(folder))
+        print(f"{about}\n\n{schedule_page.table(rows)}")
+        if WRITE.value:
+            page = DOCS / "schedules" / f"{part}.md"
+            old = schedule_page.rows_of(page.read_text(encoding="utf-8")) if page.is_file() else []
+            order = [schedule_report.key(case) for case in every]
+            page.parent.mkdir(exist_ok=True)
+            head = f"# Schedules on {part}\n\n{about}; see [kernels](../kernels.md).\n\n"
+            page.write_text(head + schedule_page.table(schedule_page.merged(old, rows, order)), encoding="utf-8")
     if WRITE.value:
-        text = DOCUMENT.read_text(encoding="utf-8")
-        before, rest = text.split(MARKS[0])
-        after = rest.split(MARKS[1])[1]
-        DOCUMENT.write_text(before + MARKS[0] + table + MARKS[1] + after, encoding="utf-8")
+        write_summary()
+
+
+def write_summary() -> None:
+    """Of all parts' pages, into docs/kernels.md."""
+    from pallas_kernels import schedule_page
+
+    pages = {path.stem: path.read_text(encoding="utf-8") for path in sorted((DOCS / "schedules").glob("*.md"))}
+    text = schedule_page.summary({part: schedule_page.rows_of(page) for part, page in pages.items()})
+    document = DOCS / "kernels.md"
+    before, rest = document.read_text(encoding="utf-8").split(MARKS[0])
+    document.write_text(before + MARKS[0] + text + MARKS[1] + rest.split(MARKS[1])[1], encoding="utf-8")
 
 
 if __name__ == "__main__":
