@@ -8,6 +8,7 @@ checkpoint (moonshotai/Kimi-K3, encoding_k3.py).
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -24,6 +25,7 @@ from jaxhybrid.chat_formats.fields import (
 )
 from jaxhybrid.chat_messages import Message, Switches, Tool, plain_messages, plain_tools
 from jaxhybrid.errors import TemplateError
+from jaxhybrid.kimi_patches import image_prompt
 
 END = control("<|end_of_msg|>")
 SWITCHES: Mapping[str, Sequence[Any]] = {
@@ -32,6 +34,7 @@ SWITCHES: Mapping[str, Sequence[Any]] = {
     "tool_choice": (None, "auto", "required", "none"),
     "response_format": (),
 }
+MEDIA = re.compile(r"(<\|media_\w+\|>)")
 ROLES = ("system", "user", "assistant", "tool")
 TYPES = {bool: "boolean", type(None): "null", int: "number", float: "number", str: "string", dict: "object"}
 
@@ -217,11 +220,12 @@ def _content(message: Mapping[str, Any], where: str) -> str:
 
 
 def _image(part: Mapping[str, Any], where: str) -> str:
-    size = [part.get("width"), part.get("height")]
-    if not all(type(side) is int and side > 0 for side in size):
-        raise TemplateError(f"{where}: expected the image's width and height in pixels, got {size}")
-    begin, content, end = (control(f"<|media_{name}|>") for name in ("begin", "content", "end"))
-    return "".join([begin, literal(f"image {size[0]}x{size[1]}"), content, control("<|media_pad|>"), end])
+    sides = [side for side in (part.get("width"), part.get("height")) if type(side) is int and side > 0]
+    if len(sides) < 2:
+        raise TemplateError(f"{where}: expected the image's width and height in pixels, got {part!r:.80}")
+    width, height = sides
+    parts = MEDIA.split(image_prompt(height, width))
+    return "".join(control(part) if number % 2 else literal(part) for number, part in enumerate(parts))
 
 
 def _call(call: Mapping[str, Any], number: str, where: str) -> str:

@@ -250,7 +250,7 @@ def test_text_with_marks_in_it_is_refused(code):
         ),
         (
             [{"role": "user", "content": [{"type": "image", "width": 3}]}],
-            r"content\[0\]: expected the image's width and height in pixels, got \[3, None\]",
+            r"content\[0\]: expected the image's width and height in pixels, got \{'type': 'image', 'width': 3\}",
         ),
         ([calling(("x", 3, {}))], r"messages\[0\]\.tool_calls\[0\]: expected a function with its name"),
         ([calling(("x", "f", [1]))], r"tool_calls\[0\]: expected arguments as an object or text, got list"),
