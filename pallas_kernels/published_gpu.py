@@ -1,8 +1,6 @@
 """Published models' shapes for the operators that have a GPU kernel: what is compiled for Hopper parts, and timed."""
 
 import functools
-import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,107 +8,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.gated_delta import gated_delta
-from pallas_kernels.gated_delta import gpu as gated_delta_gpu
-from pallas_kernels.latent_attention import gpu as latent_gpu
-from pallas_kernels.latent_attention import latent_attention
-from pallas_kernels.paged_attention import gpu as paged_gpu
-from pallas_kernels.paged_attention import paged_attention
-from pallas_kernels.selective_scan import gpu as selective_scan_gpu
-from pallas_kernels.selective_scan import selective_scan
-from pallas_kernels.short_conv import gpu as short_conv_gpu
-from pallas_kernels.short_conv import short_conv
-from pallas_kernels.sparse_attention import gpu as sparse_gpu
-from pallas_kernels.sparse_attention import index_top_k, sparse_latent_attention
-from pallas_kernels.ssd import gpu as ssd_gpu
-from pallas_kernels.ssd import ssd
+from pallas_kernels.published_case import LAYERS, array, total_bytes
+from pallas_kernels.published_gpu_case import SPARE, Arguments, GpuCase, rows_of_slots, state_of
+from pallas_kernels.published_gpu_experts import EXPERTS, routed_experts_case
 
 PAGE = 64
-LAYERS = 2
-# Slots that no row uses, and pages that no sequence does.
-SPARE = 2
 
-# Public function, and the GPU kernels alone, which take `interpret` as well.
-OPERATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    "gated_delta": (gated_delta, gated_delta_gpu.gated_delta),
-    "ssd": (ssd, ssd_gpu.ssd),
-    "selective_scan": (selective_scan, selective_scan_gpu.selective_scan),
-    "short_conv": (short_conv, short_conv_gpu.short_conv),
-    "paged_attention": (paged_attention, paged_gpu.paged_attention),
-    "latent_attention": (latent_attention, latent_gpu.latent_attention),
-    "sparse_latent_attention": (sparse_latent_attention, sparse_gpu.sparse_latent_attention),
-    "index_top_k": (index_top_k, sparse_gpu.index_top_k),
-}
-Arguments = dict[str, jax.ShapeDtypeStruct]
-
-
-@dataclass(frozen=True)
-class GpuCase:
-    """A call of an operator.
-
-    `arguments` by name, in order, and `options` by name. `donated` are the state's. `fewest_bytes` are what any kernel
-    must read and write, `multiply_adds` those of the matrix products that the computation needs.
-    """
-
-    operator: str
-    model: str
-    options: dict[str, Any]
-    arguments: Arguments
-    donated: tuple[str, ...]
-    fewest_bytes: int
-    multiply_adds: int
-
-    @property
-    def function(self) -> Callable[..., Any]:
-        """The operator with its options."""
-        return functools.partial(OPERATORS[self.operator][0], **self.options)
-
-    @property
-    def interpreted(self) -> Callable[..., Any]:
-        """The GPU kernel with its options, interpreted."""
-        return functools.partial(OPERATORS[self.operator][1], interpret=True, **self.options)
-
-    @property
-    def rows(self) -> tuple[int, int]:
-        """Sequences and tokens of each."""
-        first = next(iter(self.arguments.values()))
-        return first.shape[0], first.shape[1]
-
-    @property
-    def form(self) -> str:
-        """`decode` or `prefill`."""
-        return "decode" if self.rows[1] == 1 else "prefill"
-
-    @property
-    def donate(self) -> tuple[int, ...]:
-        """The numbers of the donated arguments."""
-        return tuple(list(self.arguments).index(name) for name in self.donated)
-
-
-def _array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype)
-
-
-def _bytes(*arrays: jax.ShapeDtypeStruct) -> int:
-    return sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays)
-
-
-def _slots(batch: int) -> Arguments:
-    return {
-        "layer": _array(dtype=jnp.int32),
-        **{name: _array(batch, dtype=jnp.int32) for name in ("read_slots", "write_slots", "lengths")},
-    }
+_array = functools.partial(array, dtype=jnp.bfloat16)
 
 
 def _recurrent(
     operator: str, model: str, inputs: Arguments, slot: jax.ShapeDtypeStruct, outs: int, macs: int
 ) -> GpuCase:
     """A case of an operator with one state, that of a slot, and so many bytes of output."""
-    batch = next(iter(inputs.values())).shape[0]
-    state = _array(LAYERS, batch + SPARE, *slot.shape, dtype=slot.dtype)
-    moved = _bytes(*inputs.values()) + 2 * batch * _bytes(slot) + outs
-    arguments = {**inputs, "state": state, **_slots(batch)}
-    return GpuCase(operator, model, {}, arguments, ("state",), moved, macs)
+    batch, tokens = next(iter(inputs.values())).shape[:2]
+    moved = total_bytes(*inputs.values()) + 2 * batch * total_bytes(slot) + outs
+    numbers = rows_of_slots(batch, "read_slots", "write_slots", "lengths")
+    arguments = {**inputs, "state": state_of(slot, batch), **numbers}
+    return GpuCase(operator, model, (batch, tokens), {}, arguments, ("state",), moved, macs)
 
 
 @dataclass(frozen=True)
@@ -223,8 +138,8 @@ def paged_attention_case(
         options["sinks"] = np.linspace(-1, 1, shape.heads, dtype=np.float32)
     read = min(context, (shape.window or context) + tokens - 1)
     macs = 2 * batch * shape.heads * shape.dim * seen_keys(tokens, context, shape.window)
-    moved = 2 * batch * read * row * q.dtype.itemsize + _bytes(q, q, new, new, new, new)
-    return GpuCase("paged_attention", model, options, arguments, ("k_pages", "v_pages"), moved, macs)
+    moved = 2 * batch * read * row * q.dtype.itemsize + total_bytes(q, q, new, new, new, new)
+    return GpuCase("paged_attention", model, (batch, tokens), options, arguments, ("k_pages", "v_pages"), moved, macs)
 
 
 @dataclass(frozen=True)
@@ -261,10 +176,12 @@ def _latent_case(
     batch, tokens = inputs["latent"].shape[:2]
     row, size = shape.rank + shape.rope, inputs["pages"].dtype.itemsize
     out = batch * tokens * shape.heads * shape.value
-    moved = _bytes(*(x for name, x in inputs.items() if name != "pages")) + (read * row + out) * size
+    moved = total_bytes(*(x for name, x in inputs.items() if name != "pages")) + (read * row + out) * size
     absorb = batch * tokens * (shape.nope + shape.value) * shape.rank
     macs = shape.heads * (seen * (row + shape.rank) + absorb)
-    return GpuCase(operator, model, {"scale": shape.scale}, {**inputs, **rest}, ("pages",), moved, macs)
+    return GpuCase(
+        operator, model, (batch, tokens), {"scale": shape.scale}, {**inputs, **rest}, ("pages",), moved, macs
+    )
 
 
 def latent_attention_case(
@@ -301,9 +218,9 @@ def index_case(
         "page_table": numbers["page_table"], "seen": _array(batch, tokens, dtype=jnp.int32),
     }  # fmt: skip
     size = inputs["pages"].dtype.itemsize
-    moved = batch * context * dim * size + _bytes(inputs["index_q"]) + 4 * batch * tokens * (heads + top_k)
+    moved = batch * context * dim * size + total_bytes(inputs["index_q"]) + 4 * batch * tokens * (heads + top_k)
     macs = batch * heads * dim * seen_keys(tokens, context)
-    return GpuCase("index_top_k", model, {"top_k": top_k}, inputs, ("pages",), moved, macs)
+    return GpuCase("index_top_k", model, (batch, tokens), {"top_k": top_k}, inputs, ("pages",), moved, macs)
 
 
 DELTA = {"Kimi Linear 48B": DeltaShape(32, 32, 128, True), "Qwen3-Next 80B": DeltaShape(16, 32, 128, False)}
@@ -342,4 +259,5 @@ def gpu_cases(batch: int, tokens: int, context: int, long_context: int) -> list[
             index_case(model, heads, dim, batch, tokens, long_context, top_k)
             for model, (heads, dim, top_k) in INDEXERS.items()
         ),
+        *(routed_experts_case(model, shape, batch, tokens) for model, shape in EXPERTS.items()),
     ]

@@ -1,5 +1,6 @@
 """What bench_device.py runs: calls at reduced shapes for parity, published ones for time, and inputs for either."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,9 @@ import numpy as np
 from jax import Array
 
 from pallas_kernels import published_gpu as published
-from pallas_kernels.published_gpu import GpuCase
+from pallas_kernels.published_gpu_case import GpuCase
+from pallas_kernels.published_gpu_experts import EXPERTS, ExpertShape, routed_experts_case
+from pallas_kernels.published_gpu_records import gated_delta_record_cases, record_cases, ssd_record_cases
 
 
 def parity_cases() -> list[GpuCase]:
@@ -37,18 +40,46 @@ def parity_cases() -> list[GpuCase]:
             published.sparse_attention_case("DSA", published.LatentShape(32), batch, tokens, context, 128),
             published.index_case("DSA", 64, 128, batch, tokens, context, 128),
         ]
-    return cases
+    return cases + _parity_of_records() + _parity_of_experts()
+
+
+def _parity_of_records() -> list[GpuCase]:
+    deltas = (("KDA", True), ("Gated DeltaNet", False))
+    return [
+        *(
+            case
+            for name, per_channel in deltas
+            for case in gated_delta_record_cases(name, published.DeltaShape(2, 4, 128, per_channel), 3)
+        ),
+        *ssd_record_cases("Mamba-2", published.SsdShape(4, 64, 2, 128), 3),
+    ]
+
+
+def _parity_of_experts() -> list[GpuCase]:
+    """Few experts and narrow, of every kind: one token, some, and as many as fill tiles."""
+    kinds = ("Kimi Linear 48B", "Nemotron 3 Nano", "gpt-oss 120B")
+    few = {name: dataclasses.replace(EXPERTS[name], experts=16, width=320, inner=192) for name in kinds}
+    return [
+        routed_experts_case(name, shape, *rows) for name, shape in few.items() for rows in ((1, 1), (3, 5), (3, 70))
+    ]
 
 
 def timed_cases() -> list[GpuCase]:
-    """Decode at batch 64, prefill of 2,048 tokens, decode at batch 1; in each the first model of an operator first."""
-    cases: list[GpuCase] = []
-    for batch, tokens, long_context in ((64, 1, 65_536), (1, 2048, 16_384), (1, 1, 65_536)):
-        form = published.gpu_cases(batch, tokens, 8192, long_context)
-        first = {case.operator: case for case in reversed(form)}
-        cases += [case for case in form if first[case.operator] is case]
-        cases += [case for case in form if first[case.operator] is not case]
-    return cases
+    """Decode at batch 64 and forms on records, prefill of 2,048 tokens, decode at batch 1: of all operators the first
+    model, then the others."""
+    forms = [
+        published.gpu_cases(64, 1, 8192, 65_536) + record_cases(64),
+        published.gpu_cases(1, 2048, 8192, 16_384),
+        published.gpu_cases(1, 1, 8192, 65_536),
+    ]
+    first: list[GpuCase] = []
+    others: list[GpuCase] = []
+    for form in forms:
+        seen: set[str] = set()
+        for case in form:
+            (others if case.operator in seen else first).append(case)
+            seen.add(case.operator)
+    return first + others
 
 
 def smoke_cases() -> list[GpuCase]:
@@ -57,6 +88,8 @@ def smoke_cases() -> list[GpuCase]:
         published.gated_delta_case("tiny", published.DeltaShape(1, 1, 32, True), 2, 1),
         published.paged_attention_case("tiny", published.AttentionShape(2, 1, 16), 2, 1, 100),
         published.index_case("tiny", 16, 16, 2, 3, 100, 24),
+        *gated_delta_record_cases("tiny", published.DeltaShape(1, 1, 32, True), 2, ring=3)[1:],
+        routed_experts_case("tiny", ExpertShape(3, 2, 24, 16), 2, 3),
     ]
 
 
@@ -68,7 +101,10 @@ def make_inputs(case: GpuCase, *, ragged: bool = False, seed: int = 0) -> dict[s
     """
     rng, (batch, tokens) = np.random.default_rng(seed), case.rows
     lengths = np.array([tokens if not ragged else max(tokens // (row + 1) - row // 2, 0) for row in range(batch)])
+    if ragged and "cursors" in case.arguments:
+        lengths = np.arange(batch) < max(batch - 1, 1)
     numbers = _numbers(case, rng, lengths, ragged)
+    per_token = (batch * tokens,) if "valid" in case.arguments else (batch, tokens)
     key = jax.random.key(seed)
     arguments: dict[str, Array] = {}
     for index, (name, struct) in enumerate(case.arguments.items()):
@@ -77,9 +113,9 @@ def make_inputs(case: GpuCase, *, ragged: bool = False, seed: int = 0) -> dict[s
             continue
         draw = _DRAWS.get(name, _normal)
         array = jax.jit(draw, static_argnums=(1, 2))(jax.random.fold_in(key, index), struct.shape, struct.dtype)
-        if ragged and struct.shape[:2] == (batch, tokens):
+        if ragged and struct.shape[: len(per_token)] == per_token:
             behind = jnp.arange(tokens) >= jnp.asarray(lengths)[:, None]
-            array = jnp.where(behind.reshape(batch, tokens, *[1] * (array.ndim - 2)), jnp.nan, array)
+            array = jnp.where(behind.reshape(*per_token, *[1] * (array.ndim - len(per_token))), jnp.nan, array)
         arguments[name] = array
     return arguments
 
@@ -107,13 +143,22 @@ def _strength(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
 
 _DRAWS: dict[str, Callable[[Array, tuple[int, ...], Any], Array]] = {
     "log_decay": _rate, "A": _rate, "dt": _step, "beta": _strength, "w_k": _projection, "w_v": _projection,
+    "ring_log_decay": _rate, "gate": _projection, "up": _projection, "down": _projection,
 }  # fmt: skip
 
 
 def _numbers(case: GpuCase, rng: np.random.Generator, lengths: np.ndarray, ragged: bool) -> dict[str, Any]:
     """The integer arguments that the case has."""
     structs, (batch, tokens) = case.arguments, case.rows
-    numbers: dict[str, Any] = {"layer": 1, "lengths": lengths}
+    numbers: dict[str, Any] = {"layer": 1, "lengths": lengths, "accepted": lengths}
+    if "valid" in structs:
+        count, chosen = structs["up"].shape[1], structs["expert_ids"].shape[1]
+        numbers["expert_ids"] = np.array([rng.permutation(count)[:chosen] for _ in range(batch * tokens)])
+        numbers["valid"] = (np.arange(tokens) < lengths[:, None]).ravel()
+        return numbers
+    if "cursors" in structs:  # the first row's ring is full with this token; rows in between have any number of records
+        size = structs["ring_log_decay"].shape[2]
+        numbers["cursors"] = (size - 1 - np.arange(batch) * 5) % size
     if "state" in structs:
         *slots, spare = rng.permutation(np.arange(1, structs["state"].shape[1]))[: batch + 1]
         numbers |= {"read_slots": np.array(slots), "write_slots": np.array(slots)}

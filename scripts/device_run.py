@@ -11,7 +11,7 @@ import device_timing
 import jax
 from device_card import Measured, Results, markdown
 
-from pallas_kernels.published_gpu import GpuCase
+from pallas_kernels.published_gpu_case import GpuCase
 
 # Kept for the comparison with flash-linear-attention, whose kernels are compiled and tuned on first use.
 FLA_SECONDS = 60.0

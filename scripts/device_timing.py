@@ -14,7 +14,8 @@ import numpy as np
 from jax import Array
 
 from pallas_kernels import registry
-from pallas_kernels.published_gpu import GpuCase
+from pallas_kernels.published_gpu_case import GpuCase
+from pallas_kernels.ring import next_cursors
 
 # Root mean square of the error over that of the reference; of the indexer, the share of keys chosen otherwise. Inputs
 # are bfloat16, whose rounding makes half of this in long sums.
@@ -50,16 +51,36 @@ def parity_error(case: GpuCase, interpret: bool) -> float:
     """The kernel's error, over outputs and states, rows of several lengths, a fork, and NaN behind each row's end."""
     inputs = device_cases.make_inputs(case, ragged=True)
     got, right = (jax.jit(implementation(case, kind, interpret))(*inputs.values()) for kind in ("pallas", "reference"))
-    lengths = inputs.get("lengths", (inputs["seen"] > 0).sum(axis=1) if "seen" in inputs else None)
-    valid = np.arange(case.rows[1]) < np.asarray(lengths)[:, None]
-    got_out, right_out = (np.asarray(result[0].astype(jnp.float32))[valid] for result in (got, right))
+    got, right = ([np.asarray(x.astype(jnp.float32)) for x in results] for results in (got, right))
+    valid = _valid(case, inputs)
+    pairs = [
+        [x.reshape(*case.rows, -1)[valid] for x in pair]
+        for pair in zip(got[: case.outputs], right[: case.outputs], strict=True)
+    ]
     if case.operator == "index_top_k":
-        shares = [len(np.setdiff1d(b, a)) / np.sum(b >= 0) for a, b in zip(got_out, right_out, strict=True)]
+        shares = [len(np.setdiff1d(b, a)) / np.sum(b >= 0) for a, b in zip(*pairs[0], strict=True)]
         return float(np.mean(shares))
-    errors = [_relative(got_out, right_out)]
-    for state, right_state in zip(got[1:], right[1:], strict=True):
-        errors.append(_relative(*(np.asarray(x.astype(jnp.float32)) for x in (state, right_state))))
-    return max(errors)
+    for name, *states in zip(case.donated, got[case.outputs :], right[case.outputs :], strict=True):
+        pairs.append([_records_in(x, inputs) if name.startswith("ring") else x for x in states])
+    return max(_relative(*pair) for pair in pairs)
+
+
+def _valid(case: GpuCase, inputs: dict[str, Array]) -> np.ndarray:
+    """Which tokens [B, T] there are."""
+    if "valid" in inputs:
+        return np.asarray(inputs["valid"]).reshape(case.rows)
+    lengths = inputs.get("lengths", inputs.get("accepted"))
+    lengths = (inputs["seen"] > 0).sum(axis=1) if lengths is None else lengths
+    return np.arange(case.rows[1]) < np.asarray(lengths)[:, None]
+
+
+def _records_in(ring: np.ndarray, inputs: dict[str, Array]) -> np.ndarray:
+    """The ring [L, N, W, ...] without what is behind a row's last record, which may be anything."""
+    ring, layer = ring.copy(), int(inputs["layer"])
+    counts = next_cursors(inputs["cursors"], inputs["lengths"], ring.shape[2])
+    for slot, count in zip(np.asarray(inputs["write_slots"]), np.asarray(counts), strict=True):
+        ring[layer, slot, count:] = 0
+    return ring
 
 
 def _relative(got: np.ndarray, right: np.ndarray) -> float:
@@ -77,21 +98,23 @@ def seconds_per_call(case: GpuCase, kind: str, interpret: bool, least_seconds: f
     inputs = list(device_cases.make_inputs(case).values())
     states = tuple(inputs[number] for number in donated)
     others = tuple(x for number, x in enumerate(inputs) if number not in donated)
-    out = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(function, *inputs)[0])
+    shapes = jax.eval_shape(function, *inputs)[: case.outputs]
+    outs = tuple(jnp.zeros(x.shape, x.dtype) for x in shapes)
 
     def program(count: Array, others: tuple[Array, ...], carry: Any) -> Any:
         def body(_: Array, carry: Any) -> Any:
             # Nothing of a call can be done once for all of them: its inputs wait for the call before.
-            inputs, states = jax.lax.optimization_barrier((others, carry[1]))
+            outs, states = carry
+            inputs, states, _ = jax.lax.optimization_barrier((others, states, () if states else outs))
             rest, old = iter(inputs), iter(states)
             arguments = [next(old if number in donated else rest) for number in range(len(case.arguments))]
-            out, *new = function(*arguments)
-            return out, tuple(new)
+            results = function(*arguments)
+            return tuple(results[: case.outputs]), tuple(results[case.outputs :])
 
         return jax.lax.fori_loop(0, count, body, carry)
 
     run = jax.jit(program, donate_argnums=2)
-    return _median_of_loops(functools.partial(_step, run, others), (out, states), least_seconds)
+    return _median_of_loops(functools.partial(_step, run, others), (outs, states), least_seconds)
 
 
 def _step(run: Callable[..., Any], others: Any, count: int, carry: Any) -> Any:
