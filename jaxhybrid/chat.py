@@ -107,10 +107,11 @@ class ChatTokenizer:
         """
         if not self._marks_controls:
             return self.decode(token_ids)
-        runs = groupby(map(int, token_ids), self._tokenizer.control_ids.__contains__)
+        self._check_ids(token_ids, "token ids")
+        decode, is_control = self._tokenizer.decode, self._tokenizer.control_ids.__contains__
+        runs = groupby(map(int, token_ids), is_control)
         return "".join(
-            "".join(control(self.decode([i])) for i in run) if is_control else self.decode(list(run))
-            for is_control, run in runs
+            "".join(control(decode([i])) for i in ids) if named else decode(list(ids)) for named, ids in runs
         )
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -124,7 +125,7 @@ class ChatTokenizer:
         """The conversation as a prompt for the next assistant turn.
 
         messages: OpenAI-style dicts (role, content, reasoning_content, tool_calls, tool_call_id, name).
-        tools: JSON schemas of functions. switches: template variables such as `enable_thinking`.
+        tools: JSON schemas of functions. switches: template variables such as `enable_thinking`, or a format's.
         Raises TemplateError for a missing template, invalid messages, and whatever the template raises.
         """
         template = self._template(tools)

@@ -125,7 +125,10 @@ class DeepseekV4:
 
 
 def _turns(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Placed messages, each run of users' messages and tools' results made one turn of the user."""
+    """Placed messages, each run of users' messages and tools' results made one turn of the user.
+
+    A task ends its turn, also behind results, where the published encoder passes over it.
+    """
     turns: list[dict[str, Any]] = []
     order: dict[str, int] = {}
     for message in messages:

@@ -5,6 +5,8 @@ import shutil
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from kimi_folder import FIRST_CONTROL, WORDS, write_kimi_folder
 
 from jaxhybrid.chat import ChatTokenizer, Remembered, common_prefix
@@ -18,6 +20,7 @@ CONFIGS = {
 }
 # The own tokenizer has <think> and </think>.
 DEEPSEEK_TOKENS = ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "｜DSML｜")
+THINKING = '<|open|>message role="assistant"<|sep|><|open|>think<|sep|>'
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 
 
@@ -111,7 +114,7 @@ def test_where_a_question_takes_reasoning_away_the_turns_start_is_shared(tokeniz
 def test_a_turn_starts_at_the_end_of_its_history(tokenizers, name, messages):
     tokenizer = tokenizers[name]
     openings = {
-        "kimi_k3": {'<|open|>message role="assistant"<|sep|><|open|>think<|sep|>'},
+        "kimi_k3": {THINKING},
         "deepseek_v32": {"<｜Assistant｜><think>", "\n\n<think>"},
         "deepseek_v4": {"<｜Assistant｜><think>"},
     }
@@ -200,6 +203,26 @@ def test_ids_of_structure_and_of_spelling_differ(tokenizers):
     assert controls == [3, 5, 4, 5, 2, 3, 5, 3, 5]  # open, sep, close, sep, end; open, sep, open, sep
     assert prompt.text == tokenizer.decode(prompt.token_ids)
     assert prompt.text.count(said) == 2
+    spelt, made = list(b"<|sep|>"), [FIRST_CONTROL + 5]
+    assert tokenizer.decode(spelt) == tokenizer.decode(made) == "<|sep|>"
+    assert tokenizer.rendered_text(spelt) != tokenizer.rendered_text(made)
+    with pytest.raises(TokenError, match="got 9999 at position 1"):
+        tokenizer.rendered_text([5, 9999])
+
+
+NAMES = st.sampled_from(["<|open|>", "<|sep|>", "[EOS]", "Hello"])
+
+
+@given(said=st.lists(st.one_of(st.text(max_size=9), NAMES)).map("".join))
+def test_no_message_makes_a_control_token(tokenizers, said):
+    tokenizer, quiet = tokenizers["kimi_k3"], {"thinking_effort": None}
+    messages = [{"role": "user", "content": said}, {"role": "tool", "name": f"f{said}", "content": said}]
+    prompt = tokenizer.render(messages, switches=quiet)
+    plain = tokenizer.render([{"role": "user"}, {"role": "tool", "name": "f", "content": ""}], switches=quiet)
+    controls = [[i for i in ids if i >= FIRST_CONTROL] for ids in (prompt.token_ids, plain.token_ids)]
+    assert controls[0] == controls[1]
+    assert tokenizer.decode(prompt.token_ids) == prompt.text
+    assert prompt.turn_start == len(prompt.token_ids) - len(tokenizer.encode(THINKING))
 
 
 # Folders
