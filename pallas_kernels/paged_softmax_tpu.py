@@ -1,10 +1,8 @@
 """Causal softmax attention over paged rows on TPU, for queries of a few heads that share their keys.
 
-Pages stay in HBM. A grid step has the queries of some tokens of one sequence and goes through the blocks of keys that
-they see: each page is one copy to VMEM, started a block ahead, and at the end of a step the next step's first block,
-so that no step waits for its first. Blocks after the last token or before a window are neither fetched nor computed.
-A group of heads with the same keys, times the step's tokens, are the rows of one matrix. Maximum, sum and accumulator
-are float32 (Milakov and Gimelshein 2018).
+A grid step has the queries of some tokens of one sequence and goes through the blocks of keys that they see. Blocks
+after the last token or before a window are neither fetched nor computed. A group of heads with the same keys, times the
+step's tokens, are the rows of one matrix. Maximum, sum and accumulator are float32 (Milakov and Gimelshein 2018).
 """
 
 import functools
@@ -18,11 +16,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-LANES = 128
+from pallas_kernels import chosen_words_tpu
+from pallas_kernels.paged_fetch_tpu import LANES, TABLE_BYTES, Blocks, Fetch, Span
+
 LOG2_E = math.log2(math.e)
 VMEM_BYTES = 48 << 20
-# The page table of a kernel's rows lies in SMEM.
-TABLE_BYTES = 1 << 19
 # Stands for minus infinity in a running maximum, where a difference of two infinities would be NaN.
 _LOWEST = -1e30
 
@@ -51,27 +49,6 @@ def rules(scale: float, window: int | None = None, soft_cap: float | None = None
     if soft_cap is None:
         return Rules(scale * LOG2_E, None, window)
     return Rules(soft_cap * LOG2_E, scale / soft_cap, window)
-
-
-def refusal(pages: tuple[Array, ...], page_table: Array, max_length: int | None) -> str | None:
-    """Why pages of these shapes cannot be copied, or None."""
-    tile = 32 // pages[0].dtype.itemsize
-    for array in pages:
-        if array.shape[2] % tile:
-            return f"pages of {array.shape[2]} tokens are not a multiple of {tile}"
-    if page_table.shape[1] * 4 > TABLE_BYTES:
-        return f"{page_table.shape[1]} pages of a row are more than {TABLE_BYTES >> 10} KiB of page table"
-    if max_length is not None:
-        return "max_length asks for a form that can be differentiated"
-    return None
-
-
-def block_pages(page: int, row_bytes: int, table_width: int, block_bytes: int, most_tokens: int) -> int:
-    """Pages of a block: whole lane tiles of keys, about `block_bytes`, no more than a table or `most_tokens` need."""
-    unit = math.lcm(page, LANES) // page
-    needed = pl.cdiv(min(table_width, pl.cdiv(most_tokens, page)), unit)
-    fitting = block_bytes // (unit * page * row_bytes)
-    return unit * max(1, min(needed, fitting))
 
 
 def grouped(q: Float[Array, "B T Hq d"], groups: int, tokens: int) -> Float[Array, "B N G R d"]:
@@ -105,6 +82,9 @@ def attend(
     together: int = 1,
     sinks: Float[Array, "G R"] | None = None,
     expansion: Float[Array, "G r _"] | None = None,
+    choice: Int[Array, "B N _ 128"] | None = None,
+    whole_pages: Int[Array, "B V"] | None = None,
+    pieces: int = 1,
     name: str,
     interpret: Any = False,
 ) -> Float[Array, "B N G R dv"]:
@@ -121,28 +101,31 @@ def attend(
       sinks: a logit per row that joins its denominator.
       expansion: without `v_pages`, what the first r lanes of a row are multiplied by to give a group's keys, less the
         last lanes of `q`, which all groups have from the row, and then values. All groups share the rows.
+      choice: in place of causality and a window, what `chosen_words_tpu` packs for as many keys as blocks have.
+      whole_pages: `page_table` numbers the pages of each sequence that are read, `pieces` to a page of this table.
     """
     batch, blocks, groups, rows, dim = q.shape
     page, width = k_pages.shape[2], page_table.shape[1]
-    fitting = TABLE_BYTES // (4 * width)
+    tables = [page_table] if whole_pages is None else [page_table, whole_pages]
+    fitting = TABLE_BYTES // (4 * sum(x.shape[1] for x in tables))
     if batch > fitting:
         some = [slice(first, first + fitting) for first in range(0, batch, fitting)]
         outs = [
             attend(
                 q[part], k_pages, v_pages, layer, page_table[part], starts[part], lengths[part], plan, rule,
-                value_dim=value_dim, together=together, sinks=sinks, expansion=expansion, name=name,
-                interpret=interpret,
+                value_dim=value_dim, together=together, sinks=sinks, expansion=expansion,
+                choice=None if choice is None else choice[part],
+                whole_pages=None if whole_pages is None else whole_pages[part], pieces=pieces,
+                name=name, interpret=interpret,
             )
             for part in some
         ]  # fmt: skip
         return jnp.concatenate(outs)
-    parts, keys = groups // plan.groups, plan.pages * page
+    parts, keyed = groups // plan.groups, Blocks(page, plan.pages, width, pieces, tables[-1].shape[1])
     # Rows are shared out between two cores, where a chip has two. Each core fetches ahead for itself.
     steps = batch * parts * blocks
     cores = 2 if steps % 2 == 0 else 1
-    layout = _Layout(
-        steps // cores, parts, blocks, plan, rule, page, keys, width, together, together * dim, together * value_dim
-    )
+    layout = _Layout(steps // cores, parts, blocks, plan, rule, keyed, together, together * dim, together * value_dim)
     shared = expansion is not None
 
     def place(core, step, *_):
@@ -159,26 +142,30 @@ def attend(
         operands.append(expansion)
         specs.append(pl.BlockSpec((plan.groups, *expansion.shape[1:]), lambda *at: (place(*at)[2], 0, 0)))
     pages = [k_pages] if v_pages is None else [k_pages, v_pages]
+    beside = [] if choice is None else [choice.reshape(batch * blocks, *choice.shape[2:])]
+    words = chosen_words_tpu.rows(plan.tokens) * keyed.keys // LANES
     widths = [x.shape[3] // (1 if shared else parts) for x in pages]
     most = width * page
     if rule.window is not None:
         most = min(most, pl.cdiv(rule.window + plan.tokens - 1, page) * page)
     reach = batch * blocks * most
+    kept = _Kept(len(tables), sinks is not None, shared, len(pages), len(beside))
     return pl.pallas_call(
-        lambda *refs: _kernel(layout, sinks is not None, shared, len(pages), *refs),
+        lambda *refs: _kernel(layout, kept, *refs),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=4,
+            num_scalar_prefetch=3 + len(tables),
             grid=(cores, layout.steps),
-            in_specs=[*specs, *[pl.BlockSpec(memory_space=pl.ANY)] * len(pages)],
+            in_specs=[*specs, *[pl.BlockSpec(memory_space=pl.ANY)] * (len(pages) + len(beside))],
             out_specs=pl.BlockSpec((None, None, plan.groups, rows, value_dim), place),
             scratch_shapes=[
-                *(pltpu.VMEM((2, keys, each), k_pages.dtype) for each in widths),
+                *(pltpu.VMEM((2, keyed.keys, each), k_pages.dtype) for each in widths),
+                *(pltpu.VMEM((2, words, LANES), jnp.int32) for _ in beside),
                 pltpu.VMEM((plan.groups, rows, LANES), jnp.float32),
                 pltpu.VMEM((plan.groups, rows, LANES), jnp.float32),
                 pltpu.VMEM((plan.groups, rows, layout.value_dim), jnp.float32),
                 *([pltpu.VMEM((plan.groups, rows, layout.dim), q.dtype)] if together > 1 else []),
                 pltpu.SMEM((1,), jnp.int32),
-                pltpu.SemaphoreType.DMA((len(pages), 2)),
+                pltpu.SemaphoreType.DMA((len(pages) + len(beside), 2)),
             ],
         ),
         out_shape=jax.ShapeDtypeStruct((batch, blocks, groups, rows, value_dim), q.dtype),
@@ -193,31 +180,31 @@ def attend(
             flops=2 * reach * groups * rows * (layout.dim + layout.value_dim),
             transcendentals=reach * groups * rows,
             bytes_accessed=sum(reach * parts * pl.cdiv(each, LANES) * LANES * k_pages.dtype.itemsize for each in widths)
-            + q.size * q.dtype.itemsize * (dim + value_dim) // dim,
+            + q.size * q.dtype.itemsize * (dim + value_dim) // dim
+            + parts * sum(x.size * x.dtype.itemsize for x in beside),
         ),
         interpret=interpret,
         name=name,
     )(
         jnp.asarray(layer, jnp.int32).reshape(1),
-        page_table.astype(jnp.int32).reshape(-1),
         *(x.astype(jnp.int32) for x in (starts, lengths)),
+        *(x.astype(jnp.int32).reshape(-1) for x in tables),
         *operands,
         *pages,
+        *beside,
     )
 
 
 @dataclass(frozen=True)
 class _Layout:
-    """Static figures of a call: grid steps of a core, parts of the groups and blocks of the tokens, and the above."""
+    """Static figures of a call: grid steps of a core, parts of the groups, blocks of tokens and keys, and the above."""
 
     steps: int
     parts: int
     blocks: int
     plan: Plan
     rule: Rules
-    page: int
-    keys: int
-    table_width: int
+    keyed: Blocks
     together: int
     dim: int
     value_dim: int
@@ -233,100 +220,46 @@ def _divided(x, by: int):
     return (x, 0) if by == 1 else (jax.lax.div(x, jnp.int32(by)), jax.lax.rem(x, jnp.int32(by)))
 
 
-class _Span(NamedTuple):
-    """What a grid step goes through: its row and part, the position of its first query, the positions from `begin`, a
-    page's first, up to `end`, and how many blocks of them; at least one, of no key at all."""
-
-    row: Any
-    part: Any
-    first: Any
-    begin: Any
-    end: Any
-    count: Any
-
-
-def _span(layout: _Layout, starts, lengths, step) -> _Span:
+def _span(layout: _Layout, starts, lengths, step) -> tuple[Any, Span]:
+    """The position of a grid step's first query, and the keys that it goes through."""
     row, part, block = layout.place(step)
-    tokens, window, page = layout.plan.tokens, layout.rule.window, jnp.int32(layout.page)
+    tokens, window, page = layout.plan.tokens, layout.rule.window, jnp.int32(layout.keyed.page)
     before = block * tokens
     first = starts[row] + before
     real = jnp.clip(lengths[row] - before, 0, tokens)
     end = jnp.where(real > 0, first + real, 0)
     reach = 0 if window is None else jax.lax.div(jnp.maximum(first - window + 1, 0), page) * page
-    begin = jnp.where(real > 0, reach, 0)
-    count = jax.lax.div(end - begin + layout.keys - 1, jnp.int32(layout.keys))
-    return _Span(row, part, first, begin, end, jnp.maximum(count, 1))
+    number = row * layout.blocks + block
+    return first, layout.keyed.span(row, part, jnp.where(real > 0, reach, 0), end, number)
 
 
-class _Fetch:
-    """Copies of a block's pages from HBM to one of the two buffers of each array."""
+class _Kept(NamedTuple):
+    """How many of its operands a call has."""
 
-    def __init__(self, layout: _Layout, layer, table, arrays, buffers, semaphores) -> None:
-        self._layout, self._layer, self._table = layout, layer, table
-        self._arrays, self._buffers, self._semaphores = arrays, buffers, semaphores
-
-    def start(self, span: _Span, index, slot) -> None:
-        first, count = self._pages(span, index)
-        whole = self._layout.plan.pages
-
-        def start_page(place):
-            page_id = self._table[span.row * self._layout.table_width + first + place]
-            for copy in self._copies(span, page_id, place, slot):
-                copy.start()
-
-        def start_block():
-            for place in range(whole):
-                start_page(place)
-
-        pl.when(count == whole)(start_block)
-        pl.when(count != whole)(lambda: pl.loop(0, count)(start_page))
-
-    def wait(self, span: _Span, index, slot) -> None:
-        _, count = self._pages(span, index)
-        whole = self._layout.plan.pages
-
-        def wait_page(place):
-            for copy in self._copies(span, 0, place, slot):
-                copy.wait()
-
-        def wait_block():
-            for number, buffer in enumerate(self._buffers):
-                pltpu.make_async_copy(buffer.at[slot], buffer.at[slot], self._semaphores.at[number, slot]).wait()
-
-        pl.when(count == whole)(wait_block)
-        pl.when(count != whole)(lambda: pl.loop(0, count)(wait_page))
-
-    def _pages(self, span: _Span, index):
-        """First page of a block in the row's table, and how many of its pages hold tokens."""
-        page = jnp.int32(self._layout.page)
-        first = jax.lax.div(span.begin, page) + index * self._layout.plan.pages
-        last = jax.lax.div(span.end + page - 1, page)
-        return first, jnp.clip(last - first, 0, self._layout.plan.pages)
-
-    def _copies(self, span: _Span, page_id, place, slot):
-        page = self._layout.page
-        for number, (array, buffer) in enumerate(zip(self._arrays, self._buffers, strict=True)):
-            width = buffer.shape[-1]
-            source = array.at[self._layer, page_id]
-            if array.shape[-1] != width:
-                source = source.at[:, pl.ds(pl.multiple_of(span.part * width, LANES), width)]
-            target = buffer.at[slot, pl.ds(pl.multiple_of(place * page, page), page)]
-            yield pltpu.make_async_copy(source, target, self._semaphores.at[number, slot])
+    tables: int
+    sinks: bool
+    expansion: bool
+    pages: int
+    choices: int
 
 
-def _kernel(layout: _Layout, with_sinks: bool, expands: bool, arrays: int, layer, table, starts, lengths, q, *refs):
+def _kernel(layout: _Layout, kept: _Kept, layer, starts, lengths, *refs):
     """Blocks: q, out [g, R, d]; sinks, highest, total [g, R, 128], of which total has lanes still to be added up;
     expansion [g, r, _];
-    sums [g, R, c dv]; wide [g, R, c d]; buffers [2, S, g c d]."""
-    sinks, refs = (refs[0], refs[1:]) if with_sinks else (None, refs)
-    expansion, refs = (refs[0], refs[1:]) if expands else (None, refs)
-    pages, out, buffers = refs[:arrays], refs[arrays], refs[arrays + 1 : 2 * arrays + 1]
-    highest, total, sums, *wide, kept_slot, semaphores = refs[2 * arrays + 1 :]
+    sums [g, R, c dv]; wide [g, R, c d]; buffers [2, S, g c d], and of a choice [2, _, 128]."""
+    tables, q, refs = refs[: kept.tables], refs[kept.tables], refs[kept.tables + 1 :]
+    sinks, refs = (refs[0], refs[1:]) if kept.sinks else (None, refs)
+    expansion, refs = (refs[0], refs[1:]) if kept.expansion else (None, refs)
+    arrays, every = kept.pages, kept.pages + kept.choices
+    sources, out, buffers = refs[:every], refs[every], refs[every + 1 : 2 * every + 1]
+    highest, total, sums, *wide, kept_slot, semaphores = refs[2 * every + 1 :]
+    buffers, choice = buffers[:arrays], buffers[arrays] if kept.choices else None
     step = pl.program_id(1)
     number = pl.program_id(0) * layout.steps + step
-    fetch = _Fetch(layout, layer[0], table, pages, buffers, semaphores)
-    span = _span(layout, starts, lengths, number)
-    following = _span(layout, starts, lengths, jnp.minimum(number + 1, pl.num_programs(0) * layout.steps - 1))
+    beside = (sources[arrays], choice) if kept.choices else None
+    fetch = Fetch(layout.keyed, layer[0], tables, sources[:arrays], buffers, semaphores, beside)
+    first, span = _span(layout, starts, lengths, number)
+    following = _span(layout, starts, lengths, jnp.minimum(number + 1, pl.num_programs(0) * layout.steps - 1))[1]
 
     @pl.when(step == 0)
     def _():
@@ -345,37 +278,27 @@ def _kernel(layout: _Layout, with_sinks: bool, expands: bool, arrays: int, layer
         q = wide[0]
 
     def block(index, slot):
-        last = index + 1 == span.count
+        attend = functools.partial(_attend_block, layout, slot, q, buffers, expansion, highest, total, sums)
+        start = span.begin + index * layout.keyed.keys
 
-        @pl.when(jnp.logical_not(last & (step + 1 == layout.steps)))
-        def _():
-            ahead = _Span(*(jnp.where(last, there, here) for there, here in zip(following, span, strict=True)))
-            fetch.start(ahead, jnp.where(last, 0, index + 1), 1 - slot)
-
-        fetch.wait(span, index, slot)
-        operands = (q, buffers, expansion, highest, total, sums)
-        attend = functools.partial(_attend_block, layout, span, index, slot, *operands)
-        start = span.begin + index * layout.keys
-        if layout.plan.tokens == 1:
+        def attend_some():
             _clear_after(buffers[-1], slot, span.end - start)
-            attend(masked=True)
-            return 1 - slot
-        all_seen = start + layout.keys <= jnp.minimum(span.first + 1, span.end)
+            rows = q.shape[1]
+            if choice is not None:
+                attend(chosen_words_tpu.unpack(choice, slot, layout.plan.tokens, rows))
+            else:
+                attend(_visible(layout, first, span.end, start, rows))
+
+        if layout.plan.tokens == 1 or choice is not None:
+            attend_some()
+            return
+        all_seen = start + layout.keyed.keys <= jnp.minimum(first + 1, span.end)
         if layout.rule.window is not None:
-            all_seen &= start > span.first + layout.plan.tokens - 1 - layout.rule.window
+            all_seen &= start > first + layout.plan.tokens - 1 - layout.rule.window
+        pl.when(all_seen)(lambda: attend(None))
+        pl.when(jnp.logical_not(all_seen))(attend_some)
 
-        @pl.when(all_seen)
-        def _():
-            attend(masked=False)
-
-        @pl.when(jnp.logical_not(all_seen))
-        def _():
-            _clear_after(buffers[-1], slot, span.end - start)
-            attend(masked=True)
-
-        return 1 - slot
-
-    kept_slot[0] = jax.lax.fori_loop(0, span.count, block, kept_slot[0])
+    kept_slot[0] = fetch.through(span, following, step + 1 == layout.steps, kept_slot[0], block)
     for group in range(out.shape[0]):
         denominator = total[group].sum(axis=1, keepdims=True)
         # No key at all: 0 / 1.
@@ -418,11 +341,10 @@ def _clear_after(buffer, slot, left) -> None:
         buffer[slot, here] = jnp.where(row < left, values, jnp.zeros_like(values))
 
 
-def _attend_block(
-    layout: _Layout, span: _Span, index, slot, q, buffers, expansion, highest, total, sums, *, masked
-) -> None:
-    groups, rows, _ = q.shape
-    keys, rule = layout.keys, layout.rule
+def _attend_block(layout: _Layout, slot, q, buffers, expansion, highest, total, sums, visible) -> None:
+    """One block; `visible` [R, S], or None if all of it is."""
+    groups = q.shape[0]
+    keys, rule = layout.keyed.keys, layout.rule
     options: Any = {"preferred_element_type": jnp.float32}
     if q.dtype == jnp.float32:
         options["precision"] = "highest"
@@ -431,8 +353,7 @@ def _attend_block(
     scores = [jax.lax.dot_general(q[g], key, (((1,), (1,)), ((), ())), **options) for g, (key, _) in enumerate(stored)]
     if rule.cap_factor is not None:
         scores = [jnp.tanh(s * rule.cap_factor) for s in scores]
-    if masked:
-        visible = _visible(layout, span, index, rows)
+    if visible is not None:
         scores = [jnp.where(visible, s, -jnp.inf) for s in scores]
     before = [highest[g] for g in range(groups)]
     after = [jnp.maximum(old, s.max(axis=1, keepdims=True)) for old, s in zip(before, scores, strict=True)]
@@ -462,14 +383,13 @@ def _keys_and_values(layout: _Layout, buffers, slot, expansion, group: int, opti
     return keys, both[:, own:]
 
 
-def _visible(layout: _Layout, span: _Span, index, rows: int):
-    """Which keys of a block each row sees [R, S]."""
-    keys, tokens, window = layout.keys, layout.plan.tokens, layout.rule.window
-    start = span.begin + index * keys
+def _visible(layout: _Layout, first, end, start, rows: int):
+    """Which keys of a block that begins at `start` each row sees [R, S]."""
+    keys, tokens, window = layout.keyed.keys, layout.plan.tokens, layout.rule.window
     position = start + jax.lax.broadcasted_iota(jnp.int32, (rows, keys), 1)
     token = jax.lax.broadcasted_iota(jnp.int32, (rows, keys), 0) & (tokens - 1)
-    query = span.first + token
-    visible = position <= jnp.minimum(query, span.end - 1)
+    query = first + token
+    visible = position <= jnp.minimum(query, end - 1)
     return visible if window is None else visible & (position > query - window)
 
 

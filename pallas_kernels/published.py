@@ -14,6 +14,7 @@ from pallas_kernels.published_attention import attention_cases
 from pallas_kernels.published_case import DECODE_BATCHES, LAYERS, PREFILL_TOKENS, Case
 from pallas_kernels.published_models import DELTA_MODELS
 from pallas_kernels.published_records import record_cases
+from pallas_kernels.published_sparse import sparse_cases
 from pallas_kernels.published_ssd_records import ssd_record_cases
 from pallas_kernels.published_state_space import state_space_cases
 from pallas_kernels.short_conv import short_conv
@@ -90,5 +91,5 @@ def tpu_cases() -> list[Case]:
     convolutions = [("Kimi Linear 48B", *form) for form in forms] + [("Qwen3-Next 80B", *form) for form in forms]
     return [
         *cases, *record_cases(), *(short_conv_case(*case) for case in convolutions), *state_space_cases(),
-        *ssd_record_cases(), *attention_cases(),
+        *ssd_record_cases(), *attention_cases(), *sparse_cases(),
     ]  # fmt: skip

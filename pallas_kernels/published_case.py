@@ -28,7 +28,8 @@ class Case:
 
     `donate` is the number of the state argument, or those of several, or of none. `steps` are the kernel's grid
     steps, `edges` how often its first and last steps of a row come up, `trips` those of a loop within the steps, as
-    `tpu_schedule.Loop` takes them; if `rare`, `edges` are instead the steps with the kernel's conditional work.
+    `tpu_schedule.Loop` takes them; if `rare`, `edges` are instead the steps with the kernel's conditional work. A
+    kernel of several loops has instead `loops`, how often a step goes through each of `tpu_schedule.Schedule.loops`.
     `fewest_bytes` is what any kernel must read and write, `multiply_adds` those of the
     matrix products that the computation needs.
     """
@@ -46,6 +47,7 @@ class Case:
     multiply_adds: int
     trips: tuple[int, ...] = ()
     rare: bool = False
+    loops: tuple[int, ...] = ()
 
     @property
     def donated(self) -> tuple[int, ...]:

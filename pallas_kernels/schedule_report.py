@@ -27,6 +27,8 @@ def row(part: aot.Part, case: published.Case, folder: Path) -> list[str]:
     step, loop = schedule.step, 0
     if case.trips and schedule.loop:
         step, loop = step - schedule.loop.bundles, schedule.loop.issued(case.trips)
+    if case.loops:
+        step = schedule.issued(case.loops)
     bundles = case.steps * step + loop + case.edges * schedule.edge
     cores = min(info.num_cores, case.steps if case.rare else case.edges or case.steps)
     issue = bundles / cores / clock(info)

@@ -39,7 +39,9 @@ class Schedule:
     """Of one kernel. `step`: bundles of a grid step; `edge`: bundles that only a row's first or last step issues.
 
     `loop` is a part of the step. `units`: for each unit, the share of its slots used over the step's own code, or the
-    loop's. `spills`: vector registers stored there for want of room.
+    loop's. `spills`: vector registers stored there for want of room. `loops`: of every loop, in the order of the code,
+    the bundles that are in no loop within it; the first is that over grid steps, if there are several. `outside`: those
+    that are in no loop.
     """
 
     step: int
@@ -47,6 +49,16 @@ class Schedule:
     units: dict[str, float]
     spills: int
     loop: Loop | None = None
+    loops: tuple[int, ...] = ()
+    outside: int = 0
+
+    def issued(self, trips: tuple[int, ...]) -> int:
+        """Bundles of a step with so many trips of each of its loops. Raises ValueError if those are not as many."""
+        grid = len(self.loops) - len(trips)
+        if grid not in (0, 1):
+            raise ValueError(f"loops of a step: expected {len(trips)}, got {len(self.loops)}: {self.loops}")
+        own = zip(trips, self.loops[grid:], strict=True)
+        return self.outside + sum(self.loops[:grid]) + sum(count * bundles for count, bundles in own)
 
 
 def dump_to(folder: Path) -> None:
@@ -77,7 +89,9 @@ def read(bundles: str, utilization: str, *, rare: bool = False) -> Schedule:
 
     `rare`: each step's own work is not in a conditional block; what is, however long, is for few steps, and an edge.
     """
-    count, skipped, repeated = _jumps(bundles)
+    count, skipped, every = _jumps(bundles)
+    # The widest is the whole body.
+    repeated = [span for span in every[1:] if len(span) > _BLOCK]
     main: Sequence[int]
     head, _, rows = utilization.partition("== UTILIZATION:")
     names, capacities = head.strip().splitlines()[1:3]
@@ -101,12 +115,27 @@ def read(bundles: str, utilization: str, *, rare: bool = False) -> Schedule:
     shares = used.sum(0) / (np.array(capacities.split(), int) * len(used))
     spills = int(used[:, units.index("VSTORE:SPILL")].sum())
     shares_of = dict(zip(units, shares.tolist(), strict=True))
-    return Schedule(count - edge, edge, shares_of, spills, None if loop is None else Loop(len(loop), tuple(bodies)))
+    return Schedule(
+        count - edge,
+        edge,
+        shares_of,
+        spills,
+        None if loop is None else Loop(len(loop), tuple(bodies)),
+        *_own(every, count),
+    )
+
+
+def _own(loops: list[range], count: int) -> tuple[tuple[int, ...], int]:
+    """Of nested loops the bundles that are in no inner one, and of all the bundles those that are in none."""
+    innermost: list[range | None] = [None] * count
+    for loop in sorted(loops, key=len, reverse=True):
+        innermost[loop.start : loop.stop] = [loop] * len(loop)
+    return tuple(innermost.count(loop) for loop in sorted(loops, key=lambda loop: loop.start)), innermost.count(None)
 
 
 def _jumps(bundles: str) -> tuple[int, list[range], list[range]]:
-    """How many bundles there are; the long stretches of a grid step's code that a forward jump may skip, and those
-    that a backward jump repeats; the longest first."""
+    """How many bundles there are; the long stretches of a grid step's code that a forward jump may skip, the longest
+    first; and those that a backward jump repeats, however short, the longest first."""
     starts: dict[int, int] = {}
     jumps: list[tuple[int, int]] = []
     count = 0
@@ -116,12 +145,12 @@ def _jumps(bundles: str) -> tuple[int, list[range], list[range]]:
         jumps += [(address, int(region)) for region in _JUMP.findall(line)]
     known = [(address, starts[region]) for address, region in jumps if region in starts]
     skipped = sorted((range(a, start) for a, start in known if start - a >= _BLOCK), key=len, reverse=True)
-    repeated = sorted((range(start, a + 1) for a, start in known if a - start >= _BLOCK), key=len, reverse=True)
+    repeated = sorted((range(start, a + 1) for a, start in known if a >= start), key=len, reverse=True)
     # The first and widest is the whole body, which the pipeline skips at its last, empty step, and repeats.
     if len(skipped) > 1:
         body, *skipped = skipped
         skipped = [span for span in skipped if body.start <= span.start and span.stop <= body.stop]
-    return count, skipped, repeated[1:]
+    return count, skipped, repeated
 
 
 def _outermost(spans: list[range]) -> list[range]:

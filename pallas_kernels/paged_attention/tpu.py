@@ -9,6 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels import paged_fetch_tpu as fetch
 from pallas_kernels import paged_softmax_tpu as softmax
 from pallas_kernels import paging
 from pallas_kernels.padding import zero_padding
@@ -23,12 +24,12 @@ def accepts(
     q: Array, k: Array, v: Array, k_pages: Array, v_pages: Array, layer: Any, page_table: Array, *_: Any, **options: Any
 ) -> str | None:
     """Why the kernel cannot run these arguments of `paged_attention`, or None."""
-    return softmax.refusal((k_pages, v_pages), page_table, options.get("max_length"))
+    return fetch.refusal((k_pages, v_pages), page_table, options.get("max_length"))
 
 
 def heads_together(kv_heads: int, *widths: int) -> int:
     """Key heads of a group: the fewest whose keys and values, of these widths a head, fill whole lane tiles; or all."""
-    fitting = [n for n in range(1, kv_heads) if kv_heads % n == 0 and all(n * w % softmax.LANES == 0 for w in widths)]
+    fitting = [n for n in range(1, kv_heads) if kv_heads % n == 0 and all(n * w % fetch.LANES == 0 for w in widths)]
     return min(fitting, default=kv_heads)
 
 
@@ -45,7 +46,7 @@ def plan(
     step_groups = groups if few else 1
     row_bytes = step_groups * together * (dim + value_dim) * itemsize
     reach = _BLOCK_TOKENS if window is None else min(_BLOCK_TOKENS, window + block + page - 2)
-    pages = softmax.block_pages(page, row_bytes, width, _BLOCK_BYTES, reach if few else min(reach, 512))
+    pages = fetch.block_pages(page, row_bytes, width, _BLOCK_BYTES, reach if few else min(reach, 512))
     return softmax.Plan(block, step_groups, pages)
 
 

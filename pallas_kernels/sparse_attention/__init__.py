@@ -4,11 +4,12 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import registry
 from pallas_kernels.partition import Axes
-from pallas_kernels.sparse_attention import gpu, reference, xla
+from pallas_kernels.sparse_attention import gpu, reference, tpu_attend, tpu_index, xla
 
 INDEX_TOP_K = registry.Operator(
     "index_top_k",
     (
+        registry.Implementation("pallas", tpu_index.index_top_k, platforms=("tpu",), accepts=tpu_index.accepts),
         registry.Implementation("pallas", gpu.index_top_k, platforms=("gpu",), accepts=gpu.accepts_index),
         registry.Implementation("xla", xla.index_top_k),
         registry.Implementation("reference", reference.index_top_k, automatic=False),
@@ -19,6 +20,9 @@ INDEX_TOP_K = registry.Operator(
 SPARSE_LATENT_ATTENTION = registry.Operator(
     "sparse_latent_attention",
     (
+        registry.Implementation(
+            "pallas", tpu_attend.sparse_latent_attention, platforms=("tpu",), accepts=tpu_attend.accepts
+        ),
         registry.Implementation("pallas", gpu.sparse_latent_attention, platforms=("gpu",), accepts=gpu.accepts),
         registry.Implementation("xla", xla.sparse_latent_attention),
         registry.Implementation("reference", reference.sparse_latent_attention, automatic=False),
@@ -54,11 +58,12 @@ def index_top_k(
       max_length: static upper bound of `seen`. Without it the time follows the longest sequence.
 
     Returns:
-      Positions of the chosen keys, int32, best first and then -1; K = min(top_k, W * page). No gradient passes. And
-      the pages as given, for the caller to go on with.
+      Positions of the chosen keys, int32, then -1; K = min(top_k, W * page). Best first, but for the TPU kernel, whose
+      positions ascend. No gradient passes. And the pages as given, for the caller to go on with.
     """
     arguments = (index_q, index_weights, pages, layer, page_table, seen)
-    return registry.choose(INDEX_TOP_K, *arguments, top_k=top_k)(*arguments, top_k=top_k, max_length=max_length)
+    run = registry.choose(INDEX_TOP_K, *arguments, top_k=top_k, max_length=max_length)
+    return run(*arguments, top_k=top_k, max_length=max_length)
 
 
 def sparse_latent_attention(
