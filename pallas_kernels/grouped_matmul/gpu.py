@@ -28,7 +28,8 @@ from pallas_kernels.grouped_matmul.grouping import (
 )
 from pallas_kernels.triton_maths import dot
 
-# Rows of a tile: the least that matrix units take, and the most.
+# Rows of a tile: the least that matrix units take, and the most. More than the least of float32, which matrix units do
+# not take, would not fit the registers.
 MIN_ROWS, MAX_ROWS = 16, 128
 
 
@@ -46,13 +47,13 @@ class Tiling:
         return triton.CompilerParams(num_warps=8 if self.rows * self.columns > 4096 else 4, num_stages=3)
 
 
-def tiling(assignments: int, num_experts: int, width: int, depth: int) -> Tiling:
+def tiling(assignments: int, num_experts: int, width: int, depth: int, most_rows: int = MAX_ROWS) -> Tiling:
     """Of products of `width` columns over `depth` channels.
 
     A tile has an expert's mean share of rows, up to a power of two. Few rows make small products, of which many
     programs wait for memory together; they take wider pieces of matrices.
     """
-    rows = min(MAX_ROWS, max(MIN_ROWS, pl.next_power_of_2(pl.cdiv(assignments, num_experts))))
+    rows = min(most_rows, max(MIN_ROWS, pl.next_power_of_2(pl.cdiv(assignments, num_experts))))
     few = rows <= 32
     return Tiling(rows, 128 if width % 128 == 0 and not few else 64, 128 if depth % 128 == 0 and few else 64)
 
@@ -82,7 +83,8 @@ def routed_experts(
     *into, out_of = (each if each is None or layer is not None else each[None] for each in (gate, up, down))
     added: list[Array | None] = list(biases or (None, None, None))
     count, inner, width = up.shape[-3:]
-    first, last = (tiling(expert_ids.size, count, *sizes) for sizes in ((inner, width), (width, inner)))
+    most = MIN_ROWS if x.dtype == jnp.float32 else MAX_ROWS
+    first, last = (tiling(expert_ids.size, count, *sizes, most) for sizes in ((inner, width), (width, inner)))
     here = assigned_here(expert_ids, valid, count)
     if x.shape[0] == 1:
         tokens, places = jnp.zeros(expert_ids.size, jnp.int32), jnp.arange(expert_ids.size).reshape(expert_ids.shape)
