@@ -4,7 +4,6 @@ The tower turns neighbouring channels together, by the column and by the row in 
 the order in which layers/vision.py turns channels, which changes no product of a query and a key.
 """
 
-import ml_dtypes
 import numpy as np
 from jaxtyping import Int
 
@@ -13,6 +12,9 @@ from jaxhybrid.models.config_reader import ConfigReader
 from jaxhybrid.models.weight_table import WeightTable, rows
 
 IN_CHANNELS = 3
+# The release names none, and torch's RMSNorm then takes float32's, in which it computes, of bfloat16 inputs too (since
+# version 2.7; the bfloat16's own before, 2^-7, which some ports still have).
+DEFAULT_EPS = 2.0**-23
 
 
 def vision_spec(read: ConfigReader, text_hidden_size: int) -> VisionSpec:
@@ -49,8 +51,7 @@ def vision_spec(read: ConfigReader, text_hidden_size: int) -> VisionSpec:
         image_token_id=read.take("media_placeholder_token_id"),
         qkv_hidden_size=tower.take("qkv_hidden_size", default=None),
         norm="rms",
-        # The release names none, and torch then takes the least step of the dtype that the tower runs in.
-        norm_eps=float(ml_dtypes.finfo(read.take("dtype", "torch_dtype", default="bfloat16")).eps),
+        norm_eps=DEFAULT_EPS,
         bias=False,
         align_corners=False,
         output_norm_eps=tower.take("projector_ln_eps"),

@@ -115,7 +115,7 @@ def test_kimi_k3_tower_as_published() -> None:
     assert vision is not None
     assert (vision.depth, vision.hidden_size, vision.attention_size, vision.head_dim) == (27, 1024, 1536, 128)
     assert (vision.patch_features, vision.patches_per_token, vision.out_hidden_size) == (588, 4, 7168)
-    assert (vision.placeholder_ids, vision.norm, vision.norm_eps) == ((163605,), "rms", 2**-7)
+    assert (vision.placeholder_ids, vision.norm, vision.norm_eps) == ((163605,), "rms", 2**-23)
     tower = nnx.split(nnx.eval_shape(lambda: VisionTower(vision, "bfloat16")))[1]
     count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tower))
     assert count == 401_214_464 + 46_144_512  # MoonViT and projector
