@@ -28,9 +28,10 @@ from pallas_kernels.grouped_matmul.grouping import (
 )
 from pallas_kernels.triton_maths import dot
 
-# Rows of a tile: the least that matrix units take, and the most. More than the least of float32, which matrix units do
-# not take, would not fit the registers.
+# Rows of a tile: the least that matrix units take, and the most.
 MIN_ROWS, MAX_ROWS = 16, 128
+# Of a program's sums, in the registers of 8 warps; with twice as many the compiler spills.
+_MAX_SUMS = 16384
 
 
 @dataclass(frozen=True)
@@ -47,15 +48,21 @@ class Tiling:
         return triton.CompilerParams(num_warps=8 if self.rows * self.columns > 4096 else 4, num_stages=3)
 
 
-def tiling(assignments: int, num_experts: int, width: int, depth: int, most_rows: int = MAX_ROWS) -> Tiling:
-    """Of products of `width` columns over `depth` channels.
+def tile_rows(assignments: int, num_experts: int, dtype: Any) -> int:
+    """An expert's mean share of them, up to a power of two; of float32, which matrix units do not take, the least."""
+    if dtype == jnp.float32:
+        return MIN_ROWS
+    return min(MAX_ROWS, max(MIN_ROWS, pl.next_power_of_2(pl.cdiv(assignments, num_experts))))
 
-    A tile has an expert's mean share of rows, up to a power of two. Few rows make small products, of which many
-    programs wait for memory together; they take wider pieces of matrices.
+
+def tiling(rows: int, matrices: int, width: int, depth: int) -> Tiling:
+    """Of as many products, of `width` columns over `depth` channels.
+
+    Few rows make small products, of which many programs wait for memory together; they take wider pieces of matrices.
     """
-    rows = min(most_rows, max(MIN_ROWS, pl.next_power_of_2(pl.cdiv(assignments, num_experts))))
     few = rows <= 32
-    return Tiling(rows, 128 if width % 128 == 0 and not few else 64, 128 if depth % 128 == 0 and few else 64)
+    wide = width % 128 == 0 and not few and rows * 128 * matrices <= _MAX_SUMS
+    return Tiling(rows, 128 if wide else 64, 128 if depth % 128 == 0 and few else 64)
 
 
 def accepts(
@@ -83,15 +90,15 @@ def routed_experts(
     *into, out_of = (each if each is None or layer is not None else each[None] for each in (gate, up, down))
     added: list[Array | None] = list(biases or (None, None, None))
     count, inner, width = up.shape[-3:]
-    most = MIN_ROWS if x.dtype == jnp.float32 else MAX_ROWS
-    first, last = (tiling(expert_ids.size, count, *sizes, most) for sizes in ((inner, width), (width, inner)))
+    rows = tile_rows(expert_ids.size, count, x.dtype)
+    first, last = tiling(rows, 1 if gate is None else 2, inner, width), tiling(rows, 1, width, inner)
     here = assigned_here(expert_ids, valid, count)
     if x.shape[0] == 1:
         tokens, places = jnp.zeros(expert_ids.size, jnp.int32), jnp.arange(expert_ids.size).reshape(expert_ids.shape)
         tiles = tiles_of_one_token(expert_ids, here)
     else:
         tokens, places, _ = grouping = group_by_expert(expert_ids, here, count)
-        tiles = tiles_by_expert(grouping, first.rows)
+        tiles = tiles_by_expert(grouping, rows)
     number = jnp.asarray(0 if layer is None else layer, jnp.int32).reshape(1)
     product = functools.partial(_product, numbers=(number, *tiles), interpret=interpret)
     between = activation if gate is not None else functools.partial(activation, None)

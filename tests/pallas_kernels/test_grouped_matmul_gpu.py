@@ -65,10 +65,15 @@ def test_widths_that_blocks_do_and_do_not_divide(width, inner, tokens):
 
 
 def test_tiles_follow_the_mean_share():
-    """Kimi Linear's experts: one token, a decode of 64, a prefill; and Nemotron 3 Nano's prefill."""
-    assert gpu.tiling(8, 256, 1024, 2304) == gpu.tiling(512, 256, 1024, 2304) == gpu.Tiling(16, 64, 128)
-    assert gpu.tiling(16384, 256, 1024, 2304) == gpu.Tiling(64, 128, 64)
-    assert gpu.tiling(12288, 128, 1856, 2688) == gpu.Tiling(128, 64, 64)
+    """Kimi Linear: one token, a decode of 64, prefills of 2,048 and 4,096; and widths of Nemotron 3 Nano."""
+    shares = [gpu.tile_rows(assignments, 256, jnp.bfloat16) for assignments in (8, 512, 16384, 32768)]
+    assert shares == [16, 16, 64, 128]
+    assert gpu.tile_rows(32768, 256, jnp.float32) == 16
+    assert gpu.tiling(16, 2, 1024, 2304) == gpu.Tiling(16, 64, 128)
+    assert gpu.tiling(64, 2, 1024, 2304) == gpu.Tiling(64, 128, 64)
+    assert gpu.tiling(128, 2, 1024, 2304) == gpu.Tiling(128, 64, 64)
+    assert gpu.tiling(128, 1, 2304, 1024) == gpu.Tiling(128, 128, 64)
+    assert gpu.tiling(128, 1, 1856, 2688) == gpu.Tiling(128, 64, 64)
 
 
 @pytest.mark.parametrize("tokens", [1, 9])
