@@ -96,6 +96,11 @@ def test_verify_of_several_chunks(kind):
     check_verify("xla", make_inputs(kind, 70), [3, 1, 5], [70, 33, 0])
 
 
+def test_verify_of_bfloat16_on_a_gpu_rounds_nothing_more():
+    inputs = make_inputs("per_channel", TOKENS, decay_scale=0.1)
+    check_verify("gpu", inputs | {name: inputs[name].astype(jnp.bfloat16) for name in "qkv"}, [3, 1, 5], [5, 4, 1])
+
+
 @pytest.mark.parametrize("implementation", VERIFY)
 def test_verify_of_identical_keys_without_decay(implementation):
     """The system is then the hardest."""

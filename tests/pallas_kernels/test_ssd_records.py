@@ -116,6 +116,11 @@ def test_verify_of_other_numbers_of_tokens(implementation, tokens):
     check_verify(implementation, make_inputs(tokens, decay_scale=0.1), [3, 1, 5], [tokens, 1, tokens - 1])
 
 
+def test_verify_of_bfloat16_on_a_gpu_rounds_nothing_more():
+    inputs = make_inputs(decay_scale=0.1)
+    check_verify("gpu", inputs | {name: inputs[name].astype(jnp.bfloat16) for name in "xBC"}, [3, 1, 5], [5, 4, 1])
+
+
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("decay_scale", [1e-4, 1.0, 300.0])
 def test_replay_of_any_number_of_records(implementation, decay_scale):
