@@ -14,7 +14,7 @@ from pallas_kernels.published_case import PREFILL_TOKENS, Case, total_bytes
 from pallas_kernels.sparse_attention import index_top_k, sparse_latent_attention, tpu_attend, tpu_index, tpu_select
 
 PAGE, TOP_K, INDEX_DIM, LANES = 64, 2048, 128, 128
-# Sequences share pages, as those that come of one prefix do: a pool of so many tokens at the most.
+# Of the pool, whatever the batch: sequences share pages, as those that come of one prefix do.
 POOL_TOKENS = 1 << 21
 SHORT, LONG = 8192, 131072
 
@@ -51,14 +51,14 @@ def _place(batch: int, context: int) -> tuple[jax.ShapeDtypeStruct, ...]:
     return _array(dtype=jnp.int32), _array(batch, context // PAGE, dtype=jnp.int32)
 
 
-def _pages(batch: int, context: int, width: int) -> jax.ShapeDtypeStruct:
-    return _array(1, 1 + min(batch * context, POOL_TOKENS) // PAGE, PAGE, width)
+def _pages(width: int) -> jax.ShapeDtypeStruct:
+    return _array(1, 1 + POOL_TOKENS // PAGE, PAGE, width)
 
 
 def index_case(name: str, batch: int, tokens: int, context: int) -> Case:
     """One call of `index_top_k` for the last `tokens` of a context."""
     heads = SPARSE_MODELS[name].index_heads
-    pages = _pages(batch, context, INDEX_DIM)
+    pages = _pages(INDEX_DIM)
     q, weights = _array(batch, tokens, heads * INDEX_DIM), _array(batch, tokens, heads)
     arguments = (q, weights, pages, *_place(batch, context), _array(batch, tokens, dtype=jnp.int32))
 
@@ -82,7 +82,7 @@ def _index_loops(cut: tpu_index.Plan, context: int) -> tuple[int, ...]:
     blocks = pl.cdiv(rows, tpu_select.rows_counted(cut.tokens))
     compacted = pl.cdiv(rows, tpu_select.ROWS)
     # Places that lie in two stretches of rows are filled by both.
-    filled = TOP_K // tpu_select.PLACES + compacted - 1
+    filled = TOP_K // tpu_select.places_filled(cut.rows, TOP_K) + compacted - 1
     each = () if cut.tokens == 1 else (cut.tokens,)
     score = pl.cdiv(context, cut.keyed.keys)
     return (
@@ -97,7 +97,7 @@ def sparse_latent_attention_case(name: str, batch: int, tokens: int, context: in
     queries = _array(batch, tokens, heads * model.nope), _array(batch, tokens, heads * model.rope)
     new = _array(batch, tokens, model.rank), _array(batch, tokens, model.rope)
     weights = _array(heads, model.nope, model.rank), _array(heads, model.value, model.rank)
-    pages, chosen = _pages(batch, context, width), _array(batch, tokens, TOP_K, dtype=jnp.int32)
+    pages, chosen = _pages(width), _array(batch, tokens, TOP_K, dtype=jnp.int32)
     rows = _array(batch, dtype=jnp.int32)
 
     def call(q_nope, q_rope, *rest):

@@ -83,8 +83,12 @@ def index_top_k(
     count = min(top_k, width * page)
     blocks = pl.cdiv(tokens, cut.tokens)
     padding = ((0, 0), (0, blocks * cut.tokens - tokens))
-    q = jnp.pad(index_q.astype(pages.dtype), (*padding, (0, 0), (0, 0))).reshape(batch, blocks, -1, index_q.shape[3])
-    weights = jnp.pad(index_weights.astype(jnp.float32), (*padding, (0, 0))).reshape(batch, blocks, 1, -1)
+    q = jnp.pad(index_q.astype(pages.dtype), (*padding, (0, 0), (0, 0)))
+    q = q.reshape(batch, blocks, cut.tokens, heads, -1)
+    weights = jnp.pad(index_weights.astype(jnp.float32), (*padding, (0, 0))).reshape(batch, blocks, cut.tokens, heads)
+    if _heads_first(cut.tokens):
+        q, weights = q.swapaxes(2, 3), weights.swapaxes(2, 3)
+    q, weights = q.reshape(batch, blocks, -1, q.shape[4]), weights.reshape(batch, blocks, 1, -1)
     weights = jnp.pad(weights, ((0, 0), (0, 0), (0, 0), (0, -weights.shape[3] % LANES)))
     seen = jnp.pad(seen.astype(jnp.int32), padding).reshape(batch, blocks, cut.tokens)
     parts = [slice(first, first + fitting) for first in range(0, batch, fitting)]
@@ -93,6 +97,11 @@ def index_top_k(
         for part in parts
     ]
     return jnp.concatenate(chosen).reshape(batch, blocks * cut.tokens, -1)[:, :tokens, :count], pages
+
+
+def _heads_first(tokens: int) -> bool:
+    """Whether rows of queries go by heads, then tokens: sums over heads then stay within a register's rows."""
+    return tokens % 8 == 0
 
 
 def _choose(q, weights, pages, layer, page_table, seen, cut: Plan, count: int, interpret) -> Int[Array, "B N t _"]:
@@ -204,7 +213,10 @@ def _score(index, block: Float[Array, "S dI"], q, columns, seen, keys) -> None:
     for tile in range(count // LANES):
         first = index * count + tile * LANES
         part = jnp.maximum(each[:, tile * LANES : (tile + 1) * LANES], 0) * columns[:rows]
-        total = part.reshape(tokens, rows // tokens, LANES).sum(axis=1)
+        if _heads_first(tokens):
+            total = part.reshape(rows // tokens, tokens, LANES).sum(axis=0)
+        else:
+            total = part.reshape(tokens, rows // tokens, LANES).sum(axis=1)
         position = first + jax.lax.broadcasted_iota(jnp.int32, total.shape, 1)
         key = jnp.where(position < seen[...], tpu_select.ordered(total), tpu_select.UNSEEN)
         keys[:, pl.ds(jax.lax.div(first, LANES), 1)] = key[:, None]

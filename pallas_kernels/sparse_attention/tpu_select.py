@@ -13,8 +13,8 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 LANES = 128
-# Rows of scores that are compacted together, and places that are filled together.
-ROWS, PLACES = 128, 512
+# Rows of scores that are compacted together, and places that are filled together; of a short context, more.
+ROWS, PLACES, _MANY_PLACES = 128, 512, 2048
 # Of a position that no query sees; below the key of any number.
 UNSEEN = -(1 << 31)
 _REGISTER = 8
@@ -29,6 +29,11 @@ def ordered(scores: Float[Array, "*_"]) -> Int[Array, "*_"]:
 def rows_counted(tokens: int) -> int:
     """Rows of each query's scores that a trip of a counting loop takes."""
     return max(_REGISTER, ROWS // tokens)
+
+
+def places_filled(rows: int, places: int) -> int:
+    """Of so many places, those that are filled together from as many rows of scores as there may be."""
+    return _MANY_PLACES if rows <= ROWS and places % _MANY_PLACES == 0 else PLACES
 
 
 def limits(keys, rows, top_k: int) -> tuple[Int[Array, "t 1 128"], Int[Array, "t 1 128"]]:
@@ -80,6 +85,7 @@ def compact(keys, rows, least, last, token: Any, out) -> None:
     least, last: references that hold what `limits` found [t, 1, 128]. out: [t, n, 128], n * 128 a multiple of `PLACES`.
     """
     out[token] = jnp.full(out.shape[1:], -1, jnp.int32)
+    width = places_filled(keys.shape[1], out.shape[1] * LANES)
 
     def rows_into_places(block, filled):
         first = pl.multiple_of(block * ROWS, ROWS)
@@ -93,11 +99,11 @@ def compact(keys, rows, least, last, token: Any, out) -> None:
         ends = _product(jnp.where(lane <= row, 1.0, 0.0), counts)
         found = ends[ROWS - 1 :, :1].astype(jnp.int32)[0, 0]
 
-        @pl.loop(jax.lax.div(filled, PLACES), jax.lax.div(filled + found + PLACES - 1, PLACES))
+        @pl.loop(jax.lax.div(filled, width), jax.lax.div(filled + found + width - 1, width))
         def _(places):
-            number, inside = _numbers(ranks, ends - counts, ends, places * PLACES - filled, found)
-            for tile in range(PLACES // LANES):
-                at = (token, pl.ds(places * (PLACES // LANES) + tile, 1))
+            number, inside = _numbers(ranks, ends - counts, ends, places * width - filled, found, width)
+            for tile in range(width // LANES):
+                at = (token, pl.ds(places * (width // LANES) + tile, 1))
                 here = slice(tile * LANES, (tile + 1) * LANES)
                 out[at] = jnp.where(inside[:, here], first * LANES + number[:, here], out[at])
 
@@ -106,22 +112,22 @@ def compact(keys, rows, least, last, token: Any, out) -> None:
     jax.lax.fori_loop(0, jax.lax.div(rows + ROWS - 1, ROWS), rows_into_places, jnp.int32(0))
 
 
-def _numbers(ranks, starts, ends, first, found):
-    """Where those of ROWS x 128 keys are that go to `PLACES` places from the `first`, counted from the rows' own first;
-    and which of the places are theirs: [1, PLACES].
+def _numbers(ranks, starts, ends, first, found, width: int):
+    """Where those of ROWS x 128 keys are that go to `width` places from the `first`, counted from the rows' own first;
+    and which of the places are theirs: [1, width].
 
     ranks: of a key in its row, from 1, or 0; starts, ends: keys chosen before and up to each row, in all lanes.
     """
-    wide = (ROWS, PLACES)
+    wide = (ROWS, width)
     place = (first + jax.lax.broadcasted_iota(jnp.int32, wide, 1)).astype(jnp.float32)
-    starts, ends = (jnp.concatenate([x] * (PLACES // LANES), axis=1) for x in (starts, ends))
+    starts, ends = (jnp.concatenate([x] * (width // LANES), axis=1) for x in (starts, ends))
     here = (starts <= place) & (place < ends)
     row = jax.lax.broadcasted_iota(jnp.int32, wide, 0).astype(jnp.float32)
     own_row = jnp.where(here, row, 0.0).sum(axis=0, keepdims=True)
     before = jnp.where(here, starts, 0.0).sum(axis=0, keepdims=True)
     # Of each place the ranks in its row, a column.
     own = _product(ranks, jnp.where(here, 1.0, 0.0), contract=0)
-    lane = jax.lax.broadcasted_iota(jnp.int32, (LANES, PLACES), 0).astype(jnp.float32)
+    lane = jax.lax.broadcasted_iota(jnp.int32, (LANES, width), 0).astype(jnp.float32)
     number = jnp.where(own == place[:1] - before + 1, lane, 0.0).sum(axis=0, keepdims=True)
     inside = (place[:1] >= 0) & (place[:1] < found.astype(jnp.float32))
     return (own_row * LANES + number).astype(jnp.int32), inside

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from paged_cases import PagedCase
 
@@ -72,8 +73,8 @@ def test_the_indexer_chooses_what_the_reference_does(tokens, lengths):
 
 
 def test_the_indexer_gives_all_where_there_are_fewer():
-    """More places than a block of 512, some of them never filled."""
-    check_choice(make_index_call(1, [700, 1100], [1, 1], whole=True), 1030)
+    """More places than keys for some, filled 2,048 at a time; and queries whose heads are not taken first."""
+    check_choice(make_index_call(3, [700, 2100], [3, 1], whole=True), 2048)
 
 
 def test_of_equal_scores_the_earlier_key_wins():
@@ -95,6 +96,31 @@ def test_scores_are_ordered_as_integers():
     assert keys[4] == keys[5]
     assert (np.diff(keys) > 0).sum() == len(keys) - 2
     assert keys.min() > tpu_select.UNSEEN
+
+
+def test_selection_from_several_stretches_of_rows():
+    """Of 384 rows of 128, in places of 512: with ties over stretches, none, and fewer than wanted."""
+    rng, top_k, rows = np.random.default_rng(0), 700, 300
+    keys = np.full((4, 384, 128), tpu_select.UNSEEN, np.int32)
+    keys[0, :rows] = rng.integers(-3, 3, (rows, 128))
+    keys[1, :rows] = rng.permutation(rows * 128).reshape(rows, 128) - 20000
+    keys[2, 130:rows, ::37] = -5
+    keys[3, 5, 3] = np.iinfo(np.int32).max
+
+    def kernel(keys, out, least, last):
+        least[...], last[...] = tpu_select.limits(keys, jnp.int32(rows), top_k)
+        for token in range(4):
+            tpu_select.compact(keys, jnp.int32(rows), least, last, token, out)
+
+    limit = pltpu.VMEM((4, 1, 128), jnp.int32)
+    out = pl.pallas_call(
+        kernel, out_shape=jax.ShapeDtypeStruct((4, 8, 128), jnp.int32), scratch_shapes=[limit, limit],
+        interpret=interpret,
+    )(keys)  # fmt: skip
+    for own, found in zip(keys.reshape(4, -1), np.asarray(out).reshape(4, -1), strict=True):
+        best = np.argsort(-own.astype(np.int64), kind="stable")[:top_k]
+        best = np.sort(best[own[best] > tpu_select.UNSEEN])
+        np.testing.assert_array_equal(found, np.pad(best, (0, 1024 - len(best)), constant_values=-1))
 
 
 STARTS, ONE, FEW = [0, 127, 128, 40, 700, 111], [1, 1, 1, 0, 1, 1], [5, 3, 1, 0, 4, 2]
