@@ -72,6 +72,15 @@ def test_finds_a_loop_and_the_bodies_it_chooses_from():
     assert tpu_schedule.Loop(220, ()).issued((3,)) == 3 * 220
 
 
+def test_counts_each_loop_by_itself():
+    schedule = tpu_schedule.read(looped(), utilization())
+    # That over grid steps, from 5 to 425, has within it the loop of 220.
+    assert (schedule.outside, schedule.loops) == (430 - 421, (421 - 220, 220))
+    assert schedule.issued((3,)) == 430 - 220 + 3 * 220
+    with pytest.raises(ValueError, match=r"loops of a step: expected 3, got 2: \(201, 220\)"):
+        schedule.issued((1, 2, 3))
+
+
 def test_takes_the_one_kernel_of_a_name_and_empties_the_folder(tmp_path):
     (tmp_path / "1-other-72-final_bundles.txt").write_text("")
     with pytest.raises(ValueError, match=r"schedules of 'delta' in .*: expected one, got \[\]"):
