@@ -57,10 +57,11 @@ def _parity_of_records() -> list[GpuCase]:
 
 def _parity_of_experts() -> list[GpuCase]:
     """Few experts and narrow, of every kind: one token, some, and as many as fill tiles."""
-    kinds = ("Kimi Linear 48B", "Nemotron 3 Nano", "gpt-oss 120B")
-    few = {name: dataclasses.replace(EXPERTS[name], experts=16, width=320, inner=192) for name in kinds}
+    rows = {"Kimi Linear 48B": [(1, 1), (3, 70)], "Nemotron 3 Nano": [(3, 5)], "gpt-oss 120B": [(3, 70)]}
     return [
-        routed_experts_case(name, shape, *rows) for name, shape in few.items() for rows in ((1, 1), (3, 5), (3, 70))
+        routed_experts_case(name, dataclasses.replace(EXPERTS[name], experts=16, width=320, inner=192), *each)
+        for name, sizes in rows.items()
+        for each in sizes
     ]
 
 

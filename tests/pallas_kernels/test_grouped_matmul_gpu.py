@@ -44,7 +44,7 @@ def check(call, activation=swiglu, atol=2e-5, **options):
     return out
 
 
-@pytest.mark.parametrize(("tokens", "invalid"), [(1, ()), (9, (0, 4)), (70, (69,)), (4, (0, 1, 2, 3))])
+@pytest.mark.parametrize(("tokens", "invalid"), [(1, ()), (1, (0,)), (9, (0, 4)), (70, (69,)), (4, (0, 1, 2, 3))])
 def test_agrees_with_the_reference(tokens, invalid):
     check(make_call(tokens, invalid))
 
