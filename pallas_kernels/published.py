@@ -19,6 +19,7 @@ from pallas_kernels.published_ssd_records import ssd_record_cases
 from pallas_kernels.published_state_space import state_space_cases
 from pallas_kernels.short_conv import short_conv
 from pallas_kernels.short_conv import tpu as short_conv_tpu
+from pallas_kernels.tpu_sums import CHUNK
 
 
 def gated_delta_case(name: str, batch: int, tokens: int, dtype: Any = jnp.bfloat16) -> Case:
@@ -41,13 +42,12 @@ def gated_delta_case(name: str, batch: int, tokens: int, dtype: Any = jnp.bfloat
         blocks = heads // tpu_decode.heads_per_block(heads, groups, dim * dim * 4)
         steps, edges, multiply_adds = batch * blocks, 0, 0
     else:
-        chunk = tpu_prefill.CHUNK
-        blocks = heads // tpu_prefill.heads_per_block(heads, groups, dim * dim * 2 * keys.dtype.itemsize)
+        blocks = heads // tpu_decode.heads_per_block(heads, groups, dim * dim * 2 * keys.dtype.itemsize)
         edges = batch * blocks
-        steps = edges * -(-tokens // chunk)
+        steps = edges * -(-tokens // tpu_prefill.tokens_per_step(tokens))
         # A token, with half a chunk of others before it on average: k and q against keys, the solution and the output
         # from values; and k and q against the state, and k's outer product.
-        multiply_adds = batch * tokens * heads * dim * (2 * chunk + 3 * dim)
+        multiply_adds = batch * tokens * heads * dim * (2 * CHUNK + 3 * dim)
     return Case(
         "gated_delta", name, "decode" if tokens == 1 else "prefill", _flat_gated_delta,
         (*inputs, state, array(dtype=jnp.int32), rows, rows, rows), 5, batch * tokens, steps, edges,

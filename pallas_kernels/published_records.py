@@ -13,6 +13,7 @@ from pallas_kernels.gated_delta.replay import replay
 from pallas_kernels.gated_delta.verify import verify
 from pallas_kernels.published_case import LAYERS, PREFILL_TOKENS, Case, array, total_bytes
 from pallas_kernels.published_models import DELTA_MODELS, DeltaModel
+from pallas_kernels.tpu_sums import CHUNK
 
 # Rings of few layers would fit into VMEM, where the compiler then moves them whole.
 RING_SIZE, RING_LAYERS = 16, 20
@@ -109,14 +110,14 @@ def gated_delta_checkpoints_case(name: str, batch: int, tokens: int = PREFILL_TO
         out, state = gated_delta(q, k, v, log_decay, beta, state, layer, reads, writes, lengths, **options)
         return out.reshape(*out.shape[:2], -1), state
 
-    chunk, groups = tpu_prefill.CHUNK, heads // model.key_heads
-    edges = batch * heads // tpu_prefill.heads_per_block(heads, groups, dim * dim * 4)
+    span, groups = tpu_prefill.tokens_per_step(tokens), heads // model.key_heads
+    edges = batch * heads // tpu_decode.heads_per_block(heads, groups, dim * dim * 4)
     return Case(
         "gated_delta", name, "prefill", function,
         (*inputs, _state(model, batch), array(dtype=jnp.int32), rows, rows, rows, numbers, numbers), len(inputs),
-        batch * tokens, edges * -(-tokens // chunk), edges,
+        batch * tokens, edges * -(-tokens // span), edges,
         (2 + checkpoints) * batch * _state_bytes(model) + total_bytes(*inputs) + batch * tokens * heads * dim * 4,
-        batch * tokens * heads * dim * (2 * chunk + 3 * dim),
+        batch * tokens * heads * dim * (2 * CHUNK + 3 * dim),
     )  # fmt: skip
 
 

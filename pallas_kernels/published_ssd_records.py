@@ -12,8 +12,8 @@ from pallas_kernels.ssd.buffered import buffered
 from pallas_kernels.ssd.records import SsdRecords
 from pallas_kernels.ssd.replay import replay
 from pallas_kernels.ssd.tpu_decode import heads_per_block
-from pallas_kernels.ssd.tpu_sums import CHUNK
 from pallas_kernels.ssd.verify import verify
+from pallas_kernels.tpu_sums import CHUNK
 
 # Rings of few layers would fit into VMEM, where the compiler then moves them whole.
 RING_SIZE, RING_LAYERS = 16, 20

@@ -12,7 +12,7 @@ from pallas_kernels.published_case import DECODE_BATCHES, LAYERS, PREFILL_TOKENS
 from pallas_kernels.selective_scan import selective_scan
 from pallas_kernels.selective_scan import tpu as scan_tpu
 from pallas_kernels.ssd import ssd, tpu_decode, tpu_prefill
-from pallas_kernels.ssd.tpu_sums import CHUNK
+from pallas_kernels.tpu_sums import CHUNK
 
 
 @dataclass(frozen=True)

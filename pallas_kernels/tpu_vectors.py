@@ -8,6 +8,20 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 
+class Dot:
+    """Products over the given axes of float32 factors if exact, else of bfloat16 ones, summed in float32."""
+
+    def __init__(self, exact: bool) -> None:
+        self._options = {"precision": "highest"} if exact else {}
+        self.exact = exact
+        self.dtype = jnp.float32 if exact else jnp.bfloat16
+
+    def __call__(self, a: Float[Array, "_ _"], b: Float[Array, "_ _"], contract: tuple[int, int] = (1, 0)):
+        a, b = a.astype(self.dtype), b.astype(self.dtype)
+        numbers = (((contract[0],), (contract[1],)), ((), ()))
+        return jax.lax.dot_general(a, b, numbers, preferred_element_type=jnp.float32, **self._options)
+
+
 class Columns:
     """Rows of [n, dk] arrays, each as a [dk, dv] matrix with equal columns: what scales the rows of a state.
 

@@ -1,16 +1,16 @@
 """Chunks of tokens through the gated delta rule on TPU, with the state in VMEM from the first chunk to the last.
 
-The grid is rows x blocks of value heads x chunks, chunks innermost. A row's states are fetched from its read slot at
-its first chunk and go to its write slot after its last; in between they stay where they are, transposed, so that
-decays run along lanes. Chunks beyond a row's length are neither fetched nor computed. A chunk within which a state is
-wanted is computed a second time, up to there.
+The grid is rows x blocks of value heads x spans of one or two chunks, spans innermost. A row's states are fetched from
+its read slot at its first span and go to its write slot after its last; in between they stay where they are. Spans
+beyond a row's length are neither fetched nor computed. A span within which a state is wanted is computed a second time,
+up to there.
 
 The maths is that of `xla.py`: decays are products of numbers at most 1, or exponentials of a sum over just their own
 tokens. Products take bfloat16 factors where q came as bfloat16, else float32 ones; sums and states are float32.
 """
 
 import functools
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -19,22 +19,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.gated_delta import tpu_chunk
+from pallas_kernels import tpu_sums
+from pallas_kernels.gated_delta import tpu_chunk, tpu_per_channel, tpu_per_head
+from pallas_kernels.gated_delta.tpu_chunk import Kept, Keys
+from pallas_kernels.gated_delta.tpu_decode import heads_per_block
+from pallas_kernels.tpu_sums import CHUNK, LANES
 
-CHUNK = tpu_chunk.CHUNK
-
-# States of one grid step, in and out, are in VMEM twice each, and once more to be computed on.
-BLOCK_BYTES = 1 << 20
-
-
-def heads_per_block(value_heads: int, groups: int, state_bytes: int) -> int:
-    """Value heads of a grid step: as many whole groups as fit into `BLOCK_BYTES`, at least one; divides the heads.
-
-    `state_bytes`: of a head, float32; twice that for float32 inputs, whose blocks and products take more room.
-    """
-    key_heads = value_heads // groups
-    fitting = [n for n in range(1, key_heads + 1) if key_heads % n == 0 and n * groups * state_bytes <= BLOCK_BYTES]
-    return groups * max(fitting, default=1)
+# Chunks that are prepared together: what waits in one of them is hidden by the others.
+MOST_CHUNKS = 2
+# Blocks, states and what chunks keep take up to 15 MiB, and the compiler's spilled registers come on top.
+_VMEM_BYTES = 32 << 20
 
 
 def prefill(
@@ -57,79 +51,87 @@ def prefill(
     batch, tokens, value_heads, value_dim = v.shape
     key_heads, key_dim = q.shape[2:]
     groups = value_heads // key_heads
+    # Float32 inputs' blocks and products take twice the room.
     size = heads_per_block(value_heads, groups, key_dim * value_dim * 2 * q.dtype.itemsize)
-    blocks, chunks = value_heads // size, -(-tokens // CHUNK)
-    per_channel = log_decay.ndim == 4
-    # A last chunk that is not full reaches beyond the arrays; only a block must not be larger than its array.
-    padded_tokens = max(tokens, CHUNK)
+    blocks, pairs, per_channel = value_heads // size, pl.cdiv(size, 2), log_decay.ndim == 4
+    span = tokens_per_step(tokens)
+    spans, chunks = pl.cdiv(tokens, span), span // CHUNK
+    # A last span that is not full reaches beyond the arrays; only a block must not be larger than its array.
+    padded_tokens = max(tokens, span)
 
-    def last_chunk(lengths, row):
-        return jax.lax.div(jnp.maximum(lengths[row] - 1, 0), CHUNK)
+    def current(span_number, lengths, row):
+        """The span, or the row's last one."""
+        return jnp.minimum(span_number, jax.lax.div(jnp.maximum(lengths[row] - 1, 0), span))
 
     def vectors(width):
-        """Of a chunk's tokens and a block's heads, side by side: [CHUNK, heads * width of one]."""
+        """Of a span's tokens and a block's heads, side by side: [span, heads * width of one]."""
         return pl.BlockSpec(
-            (None, CHUNK, width),
-            lambda row, block, chunk, layer, read, write, lengths, *_: (
-                row, jnp.minimum(chunk, last_chunk(lengths, row)), block
-            ),
-        )  # fmt: skip
+            (None, span, width),
+            lambda row, block, number, layer, read, write, lengths, *_: (row, current(number, lengths, row), block),
+        )
 
     scalars = pl.BlockSpec(
-        (None, None, None, size, CHUNK),
-        lambda row, block, chunk, layer, read, write, lengths, *_: (
-            row, jnp.minimum(chunk, last_chunk(lengths, row)), block, 0, 0
-        ),
-    )  # fmt: skip
+        (None, None, chunks, pairs, LANES),
+        lambda row, block, number, layer, read, write, lengths, *_: (row, block, current(number, lengths, row), 0, 0),
+    )
 
     def padded(x, tokens):
-        return jnp.pad(x, [(0, 0), (0, tokens - x.shape[1]), (0, 0)])
+        return jnp.pad(x, [(0, 0), (0, tokens - x.shape[1]), *[(0, 0)] * (x.ndim - 2)])
 
     def rows_of_scalars(x):
-        x = padded(x.astype(jnp.float32), chunks * CHUNK)
-        return jnp.moveaxis(x.reshape(batch, chunks, CHUNK, blocks, size), 2, 4)
+        """[B, blocks, chunks, pairs, (head, token)]"""
+        x = padded(x.astype(jnp.float32), spans * span).reshape(batch, spans * chunks, CHUNK, blocks, size)
+        x = jnp.pad(x, [(0, 0)] * 4 + [(0, size % 2)]).transpose(0, 3, 1, 4, 2)
+        return x.reshape(batch, blocks, spans * chunks, pairs, LANES)
 
     def slot(which):
         return pl.BlockSpec(
             (None, None, size, key_dim, value_dim),
-            lambda row, block, chunk, layer, *slots: (layer[0], slots[which][row], block, 0, 0),
+            lambda row, block, number, layer, *slots: (layer[0], slots[which][row], block, 0, 0),
         )
 
     def flat(x):
         return padded(x.reshape(batch, tokens, -1), padded_tokens)
 
     keys_width = size // groups * key_dim
-    kernel: Callable[..., None] = _kernel
+    constants = [] if per_channel else tpu_sums.constants(pairs, LANES, q.dtype == jnp.float32)
+    shape = _Shape(span, per_channel, 0 if checkpoints is None else checkpoints[0].shape[1])
     targets: list[Array] = []
     out_slot, kept = slot(1), []
     if checkpoints is not None:
         # The states of a row go to several slots: by copies rather than as an output's blocks.
-        kernel = functools.partial(_checkpointing_kernel, checkpoints[0].shape[1])
         targets, out_slot = [x.reshape(-1) for x in checkpoints], pl.BlockSpec(memory_space=pl.ANY)
         kept = [pltpu.VMEM((size, key_dim, value_dim), state.dtype), pltpu.SemaphoreType.DMA]
     moved = 2 * batch + sum(x.size for x in targets[:1])  # states, in or out
     out, state = pl.pallas_call(
-        kernel,
+        functools.partial(_kernel if checkpoints is None else _checkpointing_kernel, shape),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4 + len(targets),
-            grid=(batch, blocks, chunks),
+            grid=(batch, blocks, spans),
             in_specs=[
                 vectors(keys_width),
                 vectors(keys_width),
                 vectors(size * value_dim),
                 vectors(size * key_dim) if per_channel else scalars,
                 scalars,
+                *(pl.BlockSpec(x.shape, lambda *_: (0, 0)) for x in constants),
                 slot(0),
             ],
             out_specs=[vectors(size * value_dim), out_slot],
-            scratch_shapes=[pltpu.VMEM((size, value_dim, key_dim), jnp.float32), *kept],
+            scratch_shapes=[
+                pltpu.VMEM((1 if checkpoints is None else 2, size, key_dim, value_dim), jnp.float32),
+                *kept,
+                *tpu_chunk.scratch(chunks, size, key_dim, q.dtype, per_channel),
+            ],
         ),
         out_shape=[
             jax.ShapeDtypeStruct((batch, padded_tokens, value_heads * value_dim), jnp.float32),
             jax.ShapeDtypeStruct(state.shape, state.dtype),
         ],
-        input_output_aliases={9 + len(targets): 1},
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
+        input_output_aliases={9 + len(targets) + len(constants): 1},
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=_VMEM_BYTES
+        ),
         cost_estimate=pl.CostEstimate(
             flops=2 * v.size * (2 * CHUNK + 3 * key_dim),
             transcendentals=log_decay.size,
@@ -145,100 +147,128 @@ def prefill(
         *map(flat, (q, k, v)),
         flat(log_decay) if per_channel else rows_of_scalars(log_decay),
         rows_of_scalars(beta),
+        *constants,
         state,
     )
     return out[:, :tokens].reshape(v.shape), state
 
 
-def _kernel(layer, read_slots, write_slots, lengths, q, k, v, log_decay, beta, state, out, new_state, S):
-    """Blocks: q, k [C, hk dk]; v, out [C, hv dv]; log_decay [C, hv dk] or [hv, C]; beta [hv, C]; states [hv, dk, dv];
-    S [hv, dv, dk]."""
-    chunk = pl.program_id(2)
-    left = lengths[pl.program_id(0)] - chunk * CHUNK
+def tokens_per_step(tokens: int) -> int:
+    """Of a grid step, in a call of so many tokens."""
+    return min(MOST_CHUNKS, -(-tokens // CHUNK)) * CHUNK
 
-    @pl.when(chunk == 0)
+
+@dataclass(frozen=True)
+class _Shape:
+    """Tokens of a grid step, whether decay is per channel, and checkpoints of a row."""
+
+    span: int
+    per_channel: bool
+    checkpoints: int
+
+    def split(self, references: tuple[Any, ...]) -> tuple["_Inputs", tuple[Any, ...]]:
+        """A grid step's inputs, and the references after them."""
+        (q, k, v, log_decay, beta), rest = references[:5], references[5:]
+        constants = 0 if self.per_channel else 2
+        return _Inputs(q, k, v, log_decay, beta, rest[:constants]), rest[constants:]
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """Blocks: q, k [span, hk dk]; v [span, hv dv]; log_decay [span, hv dk] or [chunks, pairs, L]; beta
+    [chunks, pairs, L]; constants of `tpu_sums` where decay is per head."""
+
+    q: Any
+    k: Any
+    v: Any
+    log_decay: Any
+    beta: Any
+    constants: Any
+
+
+def _kernel(shape: _Shape, layer, read_slots, write_slots, lengths, *references):
+    """After the inputs: states [hv, dk, dv], out [span, hv dv], new states; S [1, hv, dk, dv]; `Kept` of each chunk."""
+    inputs, (state, out, new_state, S, *kept) = shape.split(references)
+    number = pl.program_id(2)
+    left = lengths[pl.program_id(0)] - number * shape.span
+
+    @pl.when(number == 0)
     def _():
-        _load(state, S)
+        S[0] = state[...].astype(jnp.float32)
 
     @pl.when(left > 0)
     def _():
-        outs, S[...] = _run(q, k, v, log_decay, beta, S, left)
-        _store_outputs(outs, out)
+        _run(shape, inputs, kept, S.at[0], out, left)
 
-    @pl.when((left <= CHUNK) & ((left > 0) | (chunk == 0)))
+    @pl.when((left <= shape.span) & ((left > 0) | (number == 0)))
     def _():
-        _store(S[...], new_state)
+        new_state[...] = S[0].astype(new_state.dtype)
 
 
 def _checkpointing_kernel(
-    checkpoints, layer, read_slots, write_slots, lengths, checkpoint_lengths, checkpoint_slots,
-    q, k, v, log_decay, beta, state, out, new_states, S, kept, semaphore,
-):  # fmt: skip
-    """As `_kernel`, with all states as `new_states`, to which `kept` [hv, dk, dv] is copied wherever a state is wanted.
+    shape: _Shape, layer, read_slots, write_slots, lengths, checkpoint_lengths, checkpoint_slots, *references
+):
+    """As `_kernel`, with all states as `new_states`, to which `leaving` [hv, dk, dv] is copied wherever a state is
+    wanted; S [2, hv, dk, dv].
 
-    A chunk with a checkpoint in it is computed once more, up to there.
+    A span with a checkpoint in it is computed once more, up to there.
     """
-    row, block, chunk = (pl.program_id(axis) for axis in range(3))
-    left = lengths[row] - chunk * CHUNK
+    inputs, (state, out, new_states, S, leaving, semaphore, *kept) = shape.split(references)
+    row, block, span_number = (pl.program_id(axis) for axis in range(3))
+    left = lengths[row] - span_number * shape.span
 
-    def keep(states, slot):
-        _store(states, kept)
-        heads = pl.ds(block * len(kept), len(kept))
-        copy = pltpu.make_async_copy(kept, new_states.at[layer[0], slot, heads], semaphore)
+    def keep(which, slot):
+        leaving[...] = S[which].astype(leaving.dtype)
+        heads = pl.ds(block * len(leaving), len(leaving))
+        copy = pltpu.make_async_copy(leaving, new_states.at[layer[0], slot, heads], semaphore)
         copy.start()
         copy.wait()
 
-    @pl.when(chunk == 0)
+    @pl.when(span_number == 0)
     def _():
-        _load(state, S)
+        S[0] = state[...].astype(jnp.float32)
 
     @pl.when(left > 0)
     def _():
-        # The chunk's own turn comes last: one loop, so that its program is there only once.
-        @pl.loop(0, checkpoints + 1)
+        # The span's own turn comes last: one loop, so that its program is there only once.
+        @pl.loop(0, shape.checkpoints + 1)
         def _(turn):
-            own = turn == checkpoints
-            number = row * checkpoints + jnp.minimum(turn, checkpoints - 1)
-            until = checkpoint_lengths[number] - chunk * CHUNK
+            own = turn == shape.checkpoints
+            number = row * shape.checkpoints + jnp.minimum(turn, shape.checkpoints - 1)
+            until = checkpoint_lengths[number] - span_number * shape.span
 
-            @pl.when(own | ((until > 0) & (until <= CHUNK)))
+            @pl.when(own | ((until > 0) & (until <= shape.span)))
             def _():
-                outs, states = _run(q, k, v, log_decay, beta, S, jnp.where(own, left, until))
-
-                @pl.when(own)
+                @pl.when(jnp.logical_not(own))
                 def _():
-                    _store_outputs(outs, out)
-                    S[...] = states
+                    S[1] = S[0]
+
+                _run(shape, inputs, kept, S.at[jnp.where(own, 0, 1)], out, jnp.where(own, left, until))
 
                 @pl.when(jnp.logical_not(own))
                 def _():
-                    keep(states, checkpoint_slots[number])
+                    keep(1, checkpoint_slots[number])
 
-    @pl.when((left <= CHUNK) & ((left > 0) | (chunk == 0)))
+    @pl.when((left <= shape.span) & ((left > 0) | (span_number == 0)))
     def _():
-        keep(S[...], write_slots[row])
+        keep(0, write_slots[row])
 
 
-def _load(state, S):
-    for head in range(len(S)):
-        S[head] = state[head].astype(jnp.float32).T
-
-
-def _run(q, k, v, log_decay, beta, S, valid):
-    """Outputs and next states of the first `valid` tokens."""
-    _, value_dim, key_dim = S.shape
-    split = lambda x, width: jnp.stack([x[:, i : i + width] for i in range(0, x.shape[1], width)])  # noqa: E731
-    decays = split(log_decay, key_dim) if log_decay.shape[0] == CHUNK else log_decay[...]
-    values, keys = split(v, value_dim), (split(q, key_dim), split(k, key_dim))
-    return tpu_chunk.chunk(*keys, values, decays, beta[...], S[...], valid, q.dtype == jnp.float32)
-
-
-def _store_outputs(outs, out):
-    width = outs.shape[2]
-    for head in range(len(outs)):
-        out[:, head * width : (head + 1) * width] = outs[head]
-
-
-def _store(states, target):
-    for head in range(len(states)):
-        target[head] = states[head].T.astype(target.dtype)
+def _run(shape: _Shape, inputs: _Inputs, references: list[Any], S: Any, out: Any, valid: Int[Array, ""]) -> None:
+    """Outputs, and next states in place of S, of the first `valid` tokens."""
+    heads, key_dim, _ = S.shape
+    works, applied = [], []
+    for number in range(shape.span // CHUNK):
+        rows, left = pl.ds(number * CHUNK, CHUNK), valid - number * CHUNK
+        kept = Kept(*(x.at[number] for x in references))
+        keys = Keys(inputs.q.at[rows], inputs.k.at[rows], key_dim, heads, left)
+        beta = inputs.beta.at[number]
+        if shape.per_channel:
+            works += tpu_per_channel.prepare(keys, inputs.log_decay.at[rows], beta, kept, left)
+        else:
+            decays = inputs.log_decay.at[number]
+            works += tpu_per_head.prepare(keys, decays, beta, inputs.constants, kept, left)
+        applied.append((inputs.v.at[rows], kept, S, out.at[rows], left, shape.per_channel))
+    tpu_chunk.in_step(works)
+    for arguments in applied:
+        tpu_chunk.apply(*arguments)

@@ -6,7 +6,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.ssd import tpu_decode, tpu_prefill
 from pallas_kernels.ssd.tpu_decode import TILE
-from pallas_kernels.ssd.tpu_sums import CHUNK
+from pallas_kernels.tpu_sums import CHUNK
 
 
 def accepts(

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.ssd import tpu_sums
-from pallas_kernels.ssd.tpu_chunk import Dot
-from pallas_kernels.ssd.tpu_sums import CHUNK
+from pallas_kernels import tpu_sums
+from pallas_kernels.tpu_sums import CHUNK
+from pallas_kernels.tpu_vectors import Dot
 
 
 def kernel(
@@ -62,7 +62,8 @@ def _keep(valid, x, dt, A, B, ones, h, kept: Any) -> None:
     """kept <- the states after the first `valid` tokens of the chunk that starts at h."""
     pairs, width, lanes = h.shape
     exact = x.dtype == jnp.float32
-    *_, after, total = tpu_sums.compute(dt, A, valid, ones, exact)
+    dt = jnp.where(tpu_sums.valid_lanes(valid), dt, 0)
+    *_, after, total = tpu_sums.compute(dt * A, dt, ones, exact)
     dot, per_group = Dot(exact), pairs * width // B.shape[1]
     row, lane = (jax.lax.broadcasted_iota(jnp.int32, (CHUNK, lanes), axis) for axis in (0, 1))
     masks = [(row < valid) & (lane // (lanes // 2) == head) for head in range(2)]

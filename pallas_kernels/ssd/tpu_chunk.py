@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.ssd.tpu_sums import CHUNK, LANES, Sums
+from pallas_kernels.tpu_sums import CHUNK, LANES, Sums
+from pallas_kernels.tpu_vectors import Dot
 
 # Finite beyond the diagonal, where C . B is masked to 0.
 _MOST = 100.0
@@ -80,7 +81,7 @@ class _Group:
 class _Tokens:
     """The steps of a pair of heads."""
 
-    def __init__(self, block: Block, sums: Sums, diagonal: Any, dot: "Dot") -> None:
+    def __init__(self, block: Block, sums: Sums, diagonal: Any, dot: Dot) -> None:
         self._block, self._sums, self._diagonal, self.dot = block, sums, diagonal, dot
         lanes = block.h.shape[2]
         row, lane = (jax.lax.broadcasted_iota(jnp.int32, (CHUNK, lanes), axis) for axis in (0, 1))
@@ -105,16 +106,3 @@ class _Tokens:
         (before, product), h, lanes = multiplied, self._block.h, self._block.h.shape[2]
         self._block.out[:, pair * lanes : (pair + 1) * lanes] = before + product[:CHUNK]
         h[pair] = self._sums.total[pair : pair + 1] * h[pair] + product[CHUNK:]
-
-
-class Dot:
-    """Products over the given axes of float32 factors if exact, else of bfloat16 ones, summed in float32."""
-
-    def __init__(self, exact: bool) -> None:
-        self._options = {"precision": "highest"} if exact else {}
-        self._dtype = jnp.float32 if exact else jnp.bfloat16
-
-    def __call__(self, a: Float[Array, "_ _"], b: Float[Array, "_ _"], contract: tuple[int, int] = (1, 0)):
-        a, b = a.astype(self._dtype), b.astype(self._dtype)
-        numbers = (((contract[0],), (contract[1],)), ((), ()))
-        return jax.lax.dot_general(a, b, numbers, preferred_element_type=jnp.float32, **self._options)

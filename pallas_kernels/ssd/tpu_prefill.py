@@ -17,9 +17,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.ssd import tpu_checkpoints, tpu_chunk, tpu_sums
+from pallas_kernels import tpu_sums
+from pallas_kernels.ssd import tpu_checkpoints, tpu_chunk
 from pallas_kernels.ssd.tpu_decode import groups_of_block
-from pallas_kernels.ssd.tpu_sums import CHUNK, LANES
+from pallas_kernels.tpu_sums import CHUNK, LANES
 
 # States of one grid step, in and out, are in VMEM twice each, and once more to be computed on.
 BLOCK_BYTES = 1 << 20
@@ -205,7 +206,8 @@ def _kernel(
     left = lengths[pl.program_id(0)] - chunk * CHUNK
 
     def sums_of(dt, chunk, left):
-        return tpu_sums.compute(tpu_sums.by_pair(dt, chunk), A[...], left, ones[...], x.dtype == jnp.float32)
+        steps = jnp.where(tpu_sums.valid_lanes(left), tpu_sums.by_pair(dt, chunk), 0)
+        return tpu_sums.compute(steps * A[...], steps, ones[...], x.dtype == jnp.float32)
 
     def keep(values):
         for reference, value in zip(sums, values, strict=True):

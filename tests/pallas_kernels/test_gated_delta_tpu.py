@@ -10,7 +10,7 @@ from delta_rule_cases import KEY_DIM, KINDS, TOKENS, VALUE_DIM, VALUE_HEADS, exp
 from delta_rule_cases import check as check_run
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.gated_delta import tpu, tpu_decode, tpu_prefill
+from pallas_kernels.gated_delta import tpu, tpu_decode
 
 # Memory that was never written is NaN to the interpreter.
 kernel = jax.jit(functools.partial(tpu.gated_delta, interpret=pltpu.InterpretParams()))
@@ -41,11 +41,9 @@ def test_one_token_of_padding_copies_its_state_and_leaks_no_nan(kind):
     assert np.isfinite(new_state).all()
 
 
-@pytest.mark.parametrize(
-    ("module", "tokens"), [(tpu_decode, 1), pytest.param(tpu_prefill, TOKENS, marks=pytest.mark.slow)]
-)
-def test_heads_in_several_blocks(module, tokens, monkeypatch):
-    monkeypatch.setattr(module, "BLOCK_BYTES", KEY_DIM * VALUE_DIM * 4)
+@pytest.mark.parametrize("tokens", [1, pytest.param(TOKENS, marks=pytest.mark.slow)])
+def test_heads_in_several_blocks(tokens, monkeypatch):
+    monkeypatch.setattr(tpu_decode, "BLOCK_BYTES", KEY_DIM * VALUE_DIM * 4)
     run = jax.jit(functools.partial(tpu.gated_delta, interpret=pltpu.InterpretParams()))
     check(make_inputs("per_head", tokens, key_heads=VALUE_HEADS), [3, 1, 5], [2, 6, 4], [tokens] * 3, run=run)
 

@@ -1,4 +1,4 @@
-"""Sums of a chunk's log decays for Mamba-2 on TPU, for two heads at a time.
+"""Sums of a chunk's log decays on TPU, for decays that a head has one of, two heads at a time.
 
 s(t) - s(i) is as precise as a sum over just the tokens between, although it is a difference of long sums: each log
 decay is a multiple of 1/4 and a rest. Sums of multiples of 1/4, and differences of such sums, are exact in float32;
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.tpu_vectors import bfloat16_parts
 
@@ -63,8 +63,8 @@ def scratch(pairs: int, lanes: int, exact: bool) -> list[Any]:
 class Sums:
     """References, but for the selector.
 
-    columns: parts of s(t), tokens along sublanes; quarters, rest: s(i), less log dt_i, along lanes.
-    after: what is left at the chunk's end of what each token adds, times its dt.
+    columns: parts of s(t), tokens along sublanes; quarters, rest: s(i), less the logarithm of its weight, along lanes.
+    after: what is left at the chunk's end of what each token adds, times its weight.
     total: the decay of the whole chunk, along the lanes of two heads' channels.
     """
 
@@ -81,7 +81,7 @@ class Sums:
         return jnp.dot(jnp.where(of_pair, columns, 0), self.selector, preferred_element_type=jnp.float32)
 
     def between(self, spread: Float[Array, "CHUNK _"], pair: int) -> Float[Array, "CHUNK LANES"]:
-        """Of tokens i+1..t, and the logarithm of dt_i."""
+        """Of tokens i+1..t, and the logarithm of i's weight."""
         quarters, rest = spread[:, :LANES], spread[:, LANES : 2 * LANES]
         return (quarters - self.quarters[pair : pair + 1]) + (rest - self.rest[pair : pair + 1])
 
@@ -99,13 +99,16 @@ def by_pair(dt: Any, chunk: Int[Array, ""]) -> Float[Array, "pairs LANES"]:
     return jnp.where(chunk % 2 == 0, first, jnp.where(low, pltpu.roll(even, CHUNK, 1), odd))
 
 
+def valid_lanes(left: Int[Array, ""]) -> Bool[Array, "1 LANES"]:
+    """Whether a token, one of two heads', is among the first `left`."""
+    return jax.lax.broadcasted_iota(jnp.int32, (1, LANES), 1) % CHUNK < left
+
+
 def compute(
-    dt: Float[Array, "pairs LANES"], A: Float[Array, "pairs LANES"], left: Int[Array, ""], ones: Array, exact: bool
+    log_decay: Float[Array, "pairs LANES"], weight: Float[Array, "pairs LANES"], ones: Array, exact: bool
 ) -> list[Array]:
-    """The fields of `Sums`, of the first `left` tokens of a chunk."""
-    token = jax.lax.broadcasted_iota(jnp.int32, (1, LANES), 1) % CHUNK
-    dt = jnp.where(token < left, dt, 0)
-    log_decay = jnp.maximum(dt * (A * _LOG2_E), _LEAST)
+    """The fields of `Sums`, of tokens' log decays and what scales the vectors that they add: both 0 if not valid."""
+    log_decay = jnp.maximum(log_decay * _LOG2_E, _LEAST)
     quarters = jnp.round(log_decay * _PARTS_OF_ONE) / _PARTS_OF_ONE
     split = [*bfloat16_parts(quarters, 2), *bfloat16_parts(log_decay - quarters, 3)]
     summed = jnp.dot(jnp.concatenate(split).astype(jnp.bfloat16), ones, preferred_element_type=jnp.float32)
@@ -116,4 +119,4 @@ def compute(
     total = jnp.exp2(quarters[:, 2 * LANES :] + rest[:, 2 * LANES :])
     turned = jnp.concatenate([*bfloat16_parts(upto, 2), *bfloat16_parts(upto_rest, parts(exact) - 2)]).T
     columns = jnp.concatenate([turned[:CHUNK], turned[CHUNK:]], axis=1).astype(jnp.bfloat16)
-    return [columns, upto, upto_rest - jnp.log(dt) * _LOG2_E, dt * jnp.exp2(behind), total]
+    return [columns, upto, upto_rest - jnp.log(weight) * _LOG2_E, weight * jnp.exp2(behind), total]
