@@ -106,10 +106,11 @@ def sparse_latent_attention_case(name: str, batch: int, tokens: int, context: in
         return out.reshape(*out.shape[:2], -1), pages
 
     itemsize = pages.dtype.itemsize
-    gathers = tpu_attend.gathers(tokens, TOP_K, context)
+    height = 32 // itemsize
+    gathers = tpu_attend.gathers(tokens, TOP_K, PAGE, context // PAGE, height)
     # At worst each chosen row is the only one of its group.
-    keys = min(context, tokens * TOP_K * 32 // itemsize) if gathers else context
-    page = 32 // itemsize if gathers else PAGE
+    keys = min(context, tokens * TOP_K * height) if gathers else context
+    page = height if gathers else PAGE
     parts = heads if latent_tpu.expands(tokens, model.nope, model.value, model.rank) else 1
     cut = latent_tpu.plan(tokens, heads // parts, width, itemsize, page, keys // page, True)
     blocks = pl.cdiv(tokens, cut.tokens)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels import paged_fetch_tpu as fetch
 from pallas_kernels import paging
 from pallas_kernels.latent_attention import tpu as latent_tpu
 from pallas_kernels.padding import token_mask, zero_padding
@@ -33,9 +34,14 @@ def accepts(
     return latent_tpu.accepts(*dense, **options)
 
 
-def gathers(tokens: int, top_k: int, context: int) -> bool:
-    """Whether a call of so many queries a sequence, positions of each and of the page table fetches groups of rows."""
-    return tokens <= _FEW_TOKENS and context >= _GATHERED * tokens * top_k
+def gathers(tokens: int, top_k: int, page: int, width: int, height: int) -> bool:
+    """Whether a call fetches groups of `height` rows: one of so many queries a sequence, positions of each, rows of a
+    page and entries of the page table."""
+    pieces = page // height
+    # Both tables of a sequence are in SMEM together.
+    fit = 4 * (width + min(tokens * top_k, width * pieces)) <= fetch.TABLE_BYTES
+    long = tokens <= _FEW_TOKENS and page * width >= _GATHERED * tokens * top_k
+    return long and fit and pieces.bit_count() == 1
 
 
 def sparse_latent_attention(
@@ -67,7 +73,7 @@ def sparse_latent_attention(
         "scale": scale, "interpret": interpret,
         "name": "sparse_latent_attention_decode" if tokens == 1 else "sparse_latent_attention_prefill",
     }  # fmt: skip
-    if gathers(tokens, chosen.shape[2], page_table.shape[1] * page) and pieces.bit_count() == 1:
+    if gathers(tokens, chosen.shape[2], page, page_table.shape[1], height):
         rows = pages.reshape(*pages.shape[:1], -1, height, pages.shape[3])
         groups, chosen, ends = gathered(chosen, page_table.shape[1] * pieces, height)
         options |= {"whole_pages": page_table, "pieces": pieces}

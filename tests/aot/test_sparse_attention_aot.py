@@ -5,6 +5,7 @@ import math
 
 import pytest
 from conftest import installed
+from test_decoder_aot import compile_decode
 
 from pallas_kernels import aot
 from pallas_kernels.published_case import DECODE_BATCHES, PREFILL_TOKENS
@@ -55,6 +56,15 @@ def test_verification():
     part = installed("tpu-v6e")
     compile_and_check(part, index_case(WHOLE, 8, 4, LONG), "index_top_k")
     compile_and_check(part, sparse_latent_attention_case(SHARE, 8, 4, LONG), "sparse_latent_attention_prefill")
+
+
+def test_a_decode_loop_runs_in_kernels_and_copies_no_state():
+    compiled, kernels, pool = compile_decode(installed("tpu-v6e"), "deepseek-v3.2", 4, 4)
+    memory = compiled.memory_analysis()
+    assert kernels == dict.fromkeys(("index_top_k", "sparse_latent_attention", "routed_experts"), "pallas")
+    assert memory.alias_size_in_bytes >= pool
+    # One layer's latents would be more, and one layer's experts.
+    assert memory.temp_size_in_bytes < 192 << 20
 
 
 @pytest.mark.parametrize("part", ["tpu-v5e", "tpu-7x"])
