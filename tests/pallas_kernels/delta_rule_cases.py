@@ -14,24 +14,24 @@ TOKENS = 130
 expected = jax.jit(reference.gated_delta)
 
 
-def make_inputs(kind, tokens, seed=0, decay_scale=1.0, key_heads=KEY_HEADS, batch=BATCH):
+def make_inputs(kind, tokens, seed=0, decay_scale=1.0, key_heads=KEY_HEADS, batch=BATCH, value_heads=VALUE_HEADS):
     rng = np.random.default_rng(seed)
 
     def normal(*shape):
         return jnp.asarray(rng.standard_normal(shape), jnp.float32)
 
-    heads = (VALUE_HEADS,) if kind == "per_head" else (VALUE_HEADS, KEY_DIM)
+    heads = (value_heads,) if kind == "per_head" else (value_heads, KEY_DIM)
     return {
         "q": normal(batch, tokens, key_heads, KEY_DIM),
         "k": normal(batch, tokens, key_heads, KEY_DIM),
-        "v": normal(batch, tokens, VALUE_HEADS, VALUE_DIM),
+        "v": normal(batch, tokens, value_heads, VALUE_DIM),
         "log_decay": -decay_scale * jnp.exp(2 * normal(batch, tokens, *heads)),
-        "beta": jax.nn.sigmoid(normal(batch, tokens, VALUE_HEADS)),
+        "beta": jax.nn.sigmoid(normal(batch, tokens, value_heads)),
     }
 
 
-def make_state(seed=1):
-    shape = (LAYERS, SLOTS, VALUE_HEADS, KEY_DIM, VALUE_DIM)
+def make_state(seed=1, value_heads=VALUE_HEADS):
+    shape = (LAYERS, SLOTS, value_heads, KEY_DIM, VALUE_DIM)
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
 
 

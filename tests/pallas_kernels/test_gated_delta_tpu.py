@@ -98,6 +98,16 @@ def test_chunks(kind, lengths, decay_scale):
     check(make_inputs(kind, TOKENS, decay_scale=decay_scale), [3, 1, 5], [2, 1, 4], lengths)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "key_heads", "value_heads"), [("per_head", 2, 4), ("per_head", 3, 3), ("per_channel", 3, 3)]
+)
+def test_chunks_of_several_pairs_of_heads(kind, key_heads, value_heads):
+    """Heads are worked on two at a time, of one key head or of two; an odd one is alone."""
+    inputs = make_inputs(kind, TOKENS, key_heads=key_heads, value_heads=value_heads)
+    check(inputs, [3, 1, 5], [2, 6, 4], [TOKENS, 64, 3], make_state(value_heads=value_heads))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("log_decay", [0.0, -30.0, -1000.0])
 def test_chunks_of_extreme_decay(kind, log_decay):
