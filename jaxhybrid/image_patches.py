@@ -61,33 +61,38 @@ def read_preprocessor(folder: Path) -> dict[str, Any]:
 
 def image_media(pixels: UInt8[np.ndarray, "H W C"], rule: PatchRule) -> Media:
     """One image, of 3 channels, or 4 with opacity. Raises TokenError for other arrays, and what the rule refuses."""
-    return _media(pixels[None], rule, video=False)
+    return _media(np.asarray(pixels)[None], rule, video=False)
 
 
 def video_media(frames: UInt8[np.ndarray, "T H W 3"], rule: PatchRule) -> Media:
     """A video's frames, of which `temporal_patch_size` in a row make one still; the last is repeated to fill up."""
-    return _media(frames, rule, video=True)
+    return _media(np.asarray(frames), rule, video=True)
 
 
 def read_image(file: str | Path) -> UInt8[np.ndarray, "H W C"]:
-    """An image file's pixels, with opacity if it has any. Needs the extra `vision`.
+    """An image file's pixels, upright as its EXIF data say, with opacity if it has any. Needs the extra `vision`.
 
-    Raises TokenError for a file that is missing, or no image.
+    Raises TokenError for a file that is missing, no image, of more pixels than Pillow takes to be safe, or of 32 bits
+    a colour.
     """
-    from PIL import Image, UnidentifiedImageError
+    from PIL import Image, ImageOps
 
     try:
-        with Image.open(file) as image:
+        with Image.open(file) as opened:
+            image = ImageOps.exif_transpose(opened)
+            if image.mode in ("F", "I"):
+                raise TokenError(f"{file}: expected at most 16 bits a colour, got 32, of unknown white")
+            if image.mode.startswith("I;16"):  # Pillow would clip and not scale
+                image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
             return np.asarray(image.convert("RGBA" if image.has_transparency_data else "RGB"))
-    except (UnidentifiedImageError, OSError) as error:
+    except (Image.DecompressionBombError, OSError, SyntaxError, ValueError) as error:
         raise TokenError(f"{file}: expected an image: {error}") from error
 
 
 def _media(frames: UInt8[np.ndarray, "T H W C"], rule: PatchRule, video: bool) -> Media:
     if frames.ndim != 4 or frames.shape[3] not in (3, 4) or frames.dtype != np.uint8 or not frames.size:
-        raise TokenError(
-            f"expected uint8 pixels [height, width, 3 or 4] (of each frame), got {frames.dtype} {frames.shape}"
-        )
+        shape = frames.shape if video else frames.shape[1:]
+        raise TokenError(f"expected uint8 pixels [height, width, 3 or 4] (of each frame), got {frames.dtype} {shape}")
     fitted = rule.fitted(frames, video)
     mean, std = np.array(rule.mean, np.float32), np.array(rule.std, np.float32)
     scaled = (fitted.astype(np.float32) / 255 - mean) / std

@@ -40,7 +40,7 @@ class Media:
     grid: (time, height, width) in patches. An image has time 1; each step in time of a video is a still of its own,
         with placeholders of its own in the prompt.
 
-    Raises TokenError where the two do not fit.
+    Raises TokenError where the two do not fit, and for patches that are not finite numbers.
     """
 
     patches: Float32[np.ndarray, "N F"]
@@ -51,9 +51,12 @@ class Media:
         if sides.shape != (3,) or not np.issubdtype(sides.dtype, np.integer) or sides.min() < 1:
             raise TokenError(f"expected a grid of (time, height, width) in patches, got {self.grid!r}")
         time, height, width = self.grid
-        if self.patches.ndim != 2 or self.patches.shape[0] != time * height * width or not self.patches.size:
-            raise TokenError(f"expected {time} x {height} x {width} patches, got an array of {self.patches.shape}")
-        object.__setattr__(self, "patches", np.asarray(self.patches, np.float32))
+        patches = np.asarray(self.patches)
+        if patches.ndim != 2 or patches.shape[0] != time * height * width or not patches.size:
+            raise TokenError(f"expected {time} x {height} x {width} patches, got an array of {patches.shape}")
+        if not np.issubdtype(patches.dtype, np.floating) or not np.isfinite(patches).all():
+            raise TokenError(f"expected patches of finite numbers, got {patches.dtype} or some that are not finite")
+        object.__setattr__(self, "patches", np.asarray(patches, np.float32))
 
     @cached_property
     def frames(self) -> tuple[Frame, ...]:
@@ -103,7 +106,10 @@ def place(ids: Int[np.ndarray, " T"], media: Sequence[Media], vision: VisionSpec
     while at < placeholders.size:
         start = int(placeholders[at])
         if not waiting:
-            raise TokenError(f"token {start} is a placeholder, and all {len(placed)} images and frames stand before it")
+            raise TokenError(
+                f"token {start} is a placeholder, and all {len(placed)} images and frames that came with the tokens "
+                f"(media=) stand before it"
+            )
         frame = waiting.popleft()
         span = _span(start, frame, vision)
         found = int((ids[start : start + span.size] == ids[start]).sum())
@@ -120,6 +126,8 @@ def place(ids: Int[np.ndarray, " T"], media: Sequence[Media], vision: VisionSpec
 
 
 def _stills(media: Sequence[Media], vision: VisionSpec) -> list[Frame]:
+    if not isinstance(media, Sequence) or not all(isinstance(item, Media) for item in media):
+        raise TokenError(f"expected media as a list of Media, got {type(media).__name__} {media!r:.80}")
     for item in media:
         if item.grid[0] > 1 and vision.video_token_id is None:
             raise TokenError(f"expected images, got a video of {item.grid[0]} stills: the model takes no video")

@@ -108,7 +108,25 @@ def test_image_files_are_read_with_their_opacity(tmp_path: Path) -> None:
         Image.fromarray(array).save(tmp_path / name)
         assert np.array_equal(read_image(tmp_path / name), array)
     assert np.array_equal(image_media(clear, RULE).patches, image_media(clear[..., :3], RULE).patches)
+    deep = np.array([[0, 255, 256], [2000, 32768, 65535]], np.uint16)
+    Image.fromarray(deep).save(tmp_path / "deep.png")
+    assert np.array_equal(read_image(tmp_path / "deep.png")[..., 0], deep >> 8)
+    turned = Image.fromarray(opaque)
+    exif = turned.getexif()
+    exif[0x0112] = 6  # a camera held upright
+    turned.save(tmp_path / "turned.jpeg", exif=exif)
+    assert read_image(tmp_path / "turned.jpeg").shape == (7, 5, 3)
+    Image.fromarray(np.ones((2, 2), np.float32)).save(tmp_path / "floats.tiff")
+    with pytest.raises(TokenError, match=r"floats\.tiff: expected at most 16 bits a colour, got 32"):
+        read_image(tmp_path / "floats.tiff")
     (tmp_path / "text.png").write_text("text")
     for name in ("text.png", "absent.png"):
         with pytest.raises(TokenError, match=rf"{name}: expected an image"):
             read_image(tmp_path / name)
+
+
+def test_an_image_of_too_many_pixels_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Image.fromarray(pixels(9, 9, 3)).save(tmp_path / "large.png")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 40)
+    with pytest.raises(TokenError, match=r"large\.png: expected an image: .*decompression bomb"):
+        read_image(tmp_path / "large.png")

@@ -1,5 +1,6 @@
 """Images and video: what stands for them in a prompt, the tower's output, and sequences with them in the engine."""
 
+import copy
 from functools import cache
 from pathlib import Path
 
@@ -105,7 +106,7 @@ def test_a_wide_still_pushes_text_on_by_its_width() -> None:
 
 def test_placeholders_that_do_not_fit_are_named(golden: dict[str, np.ndarray], model: jh.Model) -> None:
     ids, media, vision = golden["input_ids"], in_order(golden), model.config.vision
-    with pytest.raises(TokenError, match="token 21 is a placeholder, and all 0 images and frames stand before it"):
+    with pytest.raises(TokenError, match="token 21 is a placeholder, and all 0 images and frames that came"):
         place(ids, [], vision)
     with pytest.raises(TokenError, match="1 images or frames have no placeholder"):
         place(ids, [*media, media[0]], vision)
@@ -307,6 +308,45 @@ def test_a_model_of_images_takes_no_video(golden: dict[str, np.ndarray], model: 
     for call in (place, expand_placeholders):
         with pytest.raises(TokenError, match="expected images, got a video of 2 stills: the model takes no video"):
             call(np.zeros(12, np.int32), [video], vision)
+
+
+@pytest.mark.parametrize("name", ["kimi_k3_b"], indirect=True)
+def test_no_placeholder_is_chosen_forced_or_scored(engine: jh.Engine, golden: dict[str, np.ndarray]) -> None:
+    """Even where it is the likeliest: the head's row of the placeholder is put above all others."""
+    ids, media = golden["input_ids"], in_order(golden)
+    sequence = engine.prefill(ids, media=media)
+    for call in (lambda: engine.generate([sequence], GREEDY, forced=[[7, 0]]), lambda: engine.score(sequence, [7, 0])):
+        with pytest.raises(TokenError, match="token 1 is a placeholder"):
+            call()
+    model = engine.model
+    flat = dict(nnx.to_flat_state(model.parameters))
+    path = ("lm_head", "weight")
+    head = np.array(flat[path][...])
+    head[0] = 5 * head[int(golden["greedy"][0])]
+    changed = copy.copy(model)
+    changed.parameters = nnx.from_flat_state({**flat, path: flat[path].replace(head)})
+    seeing = jh.Engine(changed, CONFIG)
+    again = seeing.prefill(ids, media=media)
+    assert again.logits().argmax() == 0
+    sampled = jh.Sampling(max_tokens=24, temperature=1.0, seed=3)
+    for options in (GREEDY, sampled):
+        made = seeing.generate([again.fork()], options)[0]
+        assert 0 not in made.tokens
+        assert max(made.log_probs[:1]) < -0.5  # of the model's own distribution, which has the placeholder in it
+
+
+@pytest.mark.parametrize(
+    "patches", [np.full((4, 6), np.nan), np.full((4, 6), np.inf, np.float32), np.zeros((4, 6), int)]
+)
+def test_patches_that_are_no_numbers_are_refused(patches: np.ndarray) -> None:
+    with pytest.raises(TokenError, match="expected patches of finite numbers"):
+        jh.Media(patches, (1, 2, 2))
+
+
+def test_media_come_as_a_list(golden: dict[str, np.ndarray], model: jh.Model) -> None:
+    for media in (items(golden)[0], [None], (item for item in items(golden))):
+        with pytest.raises(TokenError, match="expected media as a list of Media, got"):
+            place(golden["input_ids"], media, model.config.vision)
 
 
 @pytest.mark.parametrize("grid", [[(1, 2, 2)], (2, 2), (1, 2, 0), (1.0, 2.0, 2.0)])

@@ -30,7 +30,7 @@ from jaxhybrid.errors import (
     TokenError,
 )
 from jaxhybrid.layers.step import MediaInputs
-from jaxhybrid.media import Media
+from jaxhybrid.media import Media, place
 from jaxhybrid.model import Model, check_tokens
 from jaxhybrid.state.batch import BatchAddress
 from jaxhybrid.state.pool import Bundle, Reservation
@@ -82,7 +82,7 @@ class Engine:
     def score(self, sequence: Sequence, token_ids: TokenIds) -> Float[np.ndarray, " n"]:
         """Appends tokens as `extend` does and returns the log-probability of each given all before it."""
         self._must_have_tokens(sequence)
-        scored = self._checked(token_ids, sequence.length)
+        scored = self._text(token_ids, sequence.length)
         job = self._finish(self._queue(Job(sequence, np.zeros(0, np.int32), scored=scored)))
         return np.array(job.scores, np.float32)
 
@@ -106,7 +106,7 @@ class Engine:
         jobs = []
         for number, (sequence, option) in enumerate(zip(sequences, options, strict=True)):
             self._must_have_tokens(sequence)
-            response = None if forced is None else self._checked(forced[number], sequence.length)
+            response = None if forced is None else self._text(forced[number], sequence.length)
             jobs.append(Job(sequence, np.zeros(0, np.int32), option, response))
         for job in jobs:  # all or none: one that is refused must not leave the others queued
             self._check(job)
@@ -161,7 +161,7 @@ class Engine:
         for name, start in (("turn_start", turn_start), ("message_start", message_start)):
             if start is not None and not 0 <= start <= tokens.size:
                 raise TokenError(f"{name} must be 0 to {tokens.size}, got {start}")
-        response, targets = (None if ids is None else self._checked(ids, tokens.size) for ids in (forced, scored))
+        response, targets = (None if ids is None else self._text(ids, tokens.size) for ids in (forced, scored))
         keys, frames = self._memory.media.keyed(tokens, media)
         sequence = self._memory.new_sequence(self, tenant, trajectory, branch)
         sequence._frames = frames
@@ -427,6 +427,12 @@ class Engine:
             raise TokenError(
                 f"{held} + {ids.size} tokens are more than the {self._memory.max_context} that one sequence may have"
             )
+        return ids
+
+    def _text(self, token_ids: TokenIds, held: int) -> Int[np.ndarray, " n"]:
+        """Of tokens that come without media. A model chooses no placeholder, and none may be taken or scored."""
+        ids = self._checked(token_ids, held)
+        place(ids, (), self.model.config.vision)
         return ids
 
     def _must_have_tokens(self, sequence: Sequence) -> None:

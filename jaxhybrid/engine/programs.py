@@ -109,7 +109,10 @@ def decode(
     def body(loop: _Loop) -> _Loop:
         logits = loop.pool["output"]["logits"][0, loop.address.read_slots]
         wanted = forced[:, loop.step]
-        token = choose_tokens(logits, controls, mode, loop.address.starts, loop.seen, loop.made)
+        choices = logits
+        if decoder.config.vision is not None:  # no text has an image's placeholder in it
+            choices = logits.at[:, decoder.config.vision.placeholder_ids].set(-jnp.inf)
+        token = choose_tokens(choices, controls, mode, loop.address.starts, loop.seen, loop.made)
         token = jnp.where(wanted >= 0, wanted, token)
         stops = loop.live & (wanted < 0) & (token[:, None] == controls.stop_token_ids).any(axis=1)
         output = _record(loop, token, logits, stops)
