@@ -22,7 +22,7 @@ from pallas_kernels.sparse_attention import (
 )
 
 HEADS, NOPE, ROPE, VALUE, RANK, PAGE, WIDTH, TOP_K = 3, 24, 20, 40, 256, 32, 26, 37
-INDEX_HEADS, INDEX_DIM, INDEX_WIDTH = 8, 128, 70
+INDEX_HEADS, INDEX_DIM, INDEX_PAGE, INDEX_WIDTH = 8, 128, 64, 35
 # Memory that was never written is NaN to the interpreter.
 interpret = pltpu.InterpretParams()
 expected = jax.jit(functools.partial(reference.sparse_latent_attention, scale=0.2))
@@ -37,7 +37,10 @@ def attention(**options):
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
+    """Several blocks in short contexts, of few pages, each of whose copies the interpreter compiles."""
     monkeypatch.setattr(latent_tpu, "_BLOCK_TOKENS", 128)
+    monkeypatch.setattr(chosen_words_tpu, "fewest_keys", lambda _: 128)
+    monkeypatch.setattr(tpu_index, "_MANY_KEYS", 1024)
 
 
 # Keys in the first block of 1,024, at its edges, in the third, and none.
@@ -46,7 +49,7 @@ INDEX_STARTS = [0, 5, 1023, 2200, 127, 1024]
 
 def make_index_call(tokens, starts, lengths, dtype=jnp.float32, whole=False):
     """`whole`: of small integers, so that scores are exact and many are equal."""
-    case = PagedCase(starts, lengths, tokens, PAGE, INDEX_WIDTH)
+    case = PagedCase(starts, lengths, tokens, INDEX_PAGE, INDEX_WIDTH)
     layer, table, starts, lengths = case.numbers()
     pages = case.pages(INDEX_DIM, dtype, written=case.starts + case.lengths)
     steps = jnp.arange(tokens)
@@ -151,8 +154,10 @@ def check(call, run, atol=2e-5):
     return out
 
 
-@pytest.mark.parametrize(("tokens", "lengths"), [(1, ONE), (5, FEW)])
-@pytest.mark.parametrize("gathered", [False, True])
+@pytest.mark.parametrize(
+    ("tokens", "lengths", "gathered"),
+    [(1, ONE, False), (1, ONE, True), (5, FEW, True), pytest.param(5, FEW, False, marks=pytest.mark.slow)],
+)
 def test_a_few_queries(tokens, lengths, gathered, monkeypatch):
     monkeypatch.setattr(tpu_attend, "gathers", lambda *_: gathered)
     call, run = make_call(tokens, STARTS, lengths), attention()
@@ -244,6 +249,6 @@ def test_what_they_refuse():
     assert tpu_index.accepts(*few, top_k=3) == "4 index heads are not a multiple of 8"
     short = index[0][..., :64], *index[1:]
     assert tpu_index.accepts(*short, top_k=3) == "index head_dim 64 is not a multiple of 128"
-    long = *index[:4], jnp.zeros((1, 1 << 18), jnp.int32), index[5]
+    long = *index[:4], jnp.zeros((1, 1 << 17), jnp.int32), index[5]
     assert tpu_index.accepts(*long, top_k=3) == "scores of 8388608 positions are more than 16 MiB"
     assert tpu_index.accepts(*index, top_k=3, max_length=9) == "max_length asks for a form that can be differentiated"
