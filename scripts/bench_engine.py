@@ -37,6 +37,8 @@ BRANCH_TOKENS = flags.DEFINE_integer("branch_tokens", 64, "New tokens of each br
 REPEATS = flags.DEFINE_integer("repeats", 3, "Timed runs after one untimed; the median counts.")
 DEVICES = flags.DEFINE_integer("devices", 1, "CPU devices that the model is split over; XLA gives each a core.")
 OUT = flags.DEFINE_string("out", None, "Also write the figures to this JSON file.")
+flags.register_validator(SECTIONS, lambda sections: set(sections) <= set("abcd"), "expected some of a, b, c, d")
+flags.register_validator(LENGTHS, lambda lengths: all(map(str.isdecimal, lengths)), "expected numbers of tokens")
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs" / "bench"
 

@@ -17,6 +17,8 @@ from typing import Any
 
 from absl import app, flags
 
+from jaxhybrid.command_line import run
+
 CHECKOUT = flags.DEFINE_string("checkout", None, "A checkout of tpu-inference.", required=True)
 PART = flags.DEFINE_string("part", "tpu-v6e", "TPU to compile for.")
 
@@ -87,4 +89,4 @@ def their_counts(part: Any, checkout: Path, folder: Path) -> tuple[float, int, i
 
 
 if __name__ == "__main__":
-    app.run(main)
+    run(main)

@@ -15,7 +15,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from absl import app, flags, logging
+from absl import flags
+
+from jaxhybrid.command_line import run
 
 if TYPE_CHECKING:
     import numpy as np
@@ -137,7 +139,7 @@ def convert(gguf_file: Path, out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
     write_text_files(fields, out)
-    logging.info("%s: %d tensors, %d values", out, len(tensors), sum(tensor.size for tensor in tensors.values()))
+    print(f"{out}: {len(tensors)} tensors, {sum(tensor.size for tensor in tensors.values())} values")
 
 
 def main(_: list[str]) -> None:
@@ -147,4 +149,4 @@ def main(_: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    run(main)

@@ -5,42 +5,39 @@ python scripts/describe_model.py kimi-linear-48b-a3b --memory_gib=141
 NAME is a file of configs/, or a path to a config.json or to a folder that has one.
 """
 
-import json
-from pathlib import Path
+import math
 from typing import TYPE_CHECKING
 
 from absl import app, flags
+from config_file import KNOWN, config_file
+
+from jaxhybrid.command_line import run
 
 if TYPE_CHECKING:
     from jaxhybrid.description import Description
 
-DTYPE = flags.DEFINE_string("dtype", "bfloat16", "Of weights and of state that grows with every token.")
-STATE_DTYPE = flags.DEFINE_string("state_dtype", "float32", "Of recurrent state.")
+DTYPES = ("bfloat16", "float16", "float32")
+DTYPE = flags.DEFINE_enum("dtype", "bfloat16", DTYPES, "Of weights and of state that grows with every token.")
+STATE_DTYPE = flags.DEFINE_enum("state_dtype", "float32", DTYPES, "Of recurrent state.")
 MEMORY = flags.DEFINE_float("memory_gib", 80.0, "Device memory that weights and state share.", lower_bound=0.0)
 PAGE = flags.DEFINE_integer("page_size", 64, "Tokens to a page.", lower_bound=1)
 
-CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+flags.register_validator(MEMORY, math.isfinite, "expected a number")
 CONTEXTS = {"8k": 8 * 1024, "128k": 128 * 1024, "1M": 1024 * 1024}
 
 
 def main(arguments: list[str]) -> None:
     if len(arguments) != 2:
-        raise app.UsageError(f"expected one name of {', '.join(sorted(path.stem for path in CONFIGS.glob('*.json')))}")
-    path = config_path(arguments[1])
+        raise app.UsageError(f"expected one name of {', '.join(KNOWN)}")
+    path = config_file(arguments[1])
 
-    from jaxhybrid.description import describe
+    from jaxhybrid.checkpoint.json_file import read_json_object
     from jaxhybrid.models import translate
 
-    config = translate(json.loads(path.read_text(encoding="utf-8")), str(path))
+    config = translate(read_json_object(path), str(path))
+    from jaxhybrid.description import describe
+
     print("\n".join(lines(describe(config, DTYPE.value, STATE_DTYPE.value), config.max_position_embeddings)))
-
-
-def config_path(name: str) -> Path:
-    """Raises UsageError if nothing of that name has a config."""
-    for path in (CONFIGS / f"{name}.json", Path(name), Path(name) / "config.json"):
-        if path.is_file():
-            return path
-    raise app.UsageError(f"{name}: expected a file of configs/, a config.json, or a folder that has one")
 
 
 def lines(model: "Description", positions: int) -> list[str]:
@@ -64,4 +61,4 @@ def lines(model: "Description", positions: int) -> list[str]:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    run(main)

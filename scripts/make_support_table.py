@@ -17,6 +17,8 @@ from types import ModuleType
 
 from absl import app, flags
 
+from jaxhybrid.command_line import run
+
 RESULTS = flags.DEFINE_list("results", None, "JUnit XML files of pytest runs.", required=True)
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -66,9 +68,13 @@ def main(_: list[str]) -> None:
 
 
 def read_results(path: Path) -> dict[tuple[str, str], bool]:
-    """(test, its first parameter) -> whether it passed; tests that were skipped are left out."""
+    """(test, its first parameter) -> whether it passed; tests that were skipped are left out. Raises UsageError."""
+    try:
+        cases = list(ElementTree.parse(path).iter("testcase"))
+    except ElementTree.ParseError as error:
+        raise app.UsageError(f"{path}: expected JUnit XML: {error}") from error
     found = {}
-    for case in ElementTree.parse(path).iter("testcase"):
+    for case in cases:
         test, _, parameters = case.get("name", "").partition("[")
         outcomes = {child.tag for child in case}
         if "skipped" not in outcomes:
@@ -140,4 +146,4 @@ def with_table(page: str, table: Iterable[str]) -> str:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    run(main)

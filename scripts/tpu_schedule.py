@@ -12,10 +12,14 @@ from pathlib import Path
 
 from absl import app, flags
 
-PARTS = flags.DEFINE_list("parts", ["tpu-v5e", "tpu-v5p", "tpu-v6e", "tpu-7x"], "TPUs to compile for.")
+from jaxhybrid.command_line import run
+
+TPUS = ["tpu-v5e", "tpu-v5p", "tpu-v6e", "tpu-7x"]
+PARTS = flags.DEFINE_list("parts", TPUS, "TPUs to compile for.")
 MODELS = flags.DEFINE_list("models", [], "Only cases whose model's name contains one of these.")
 OPERATORS = flags.DEFINE_list("operators", [], "Only cases whose kernel's name and form begin with one of these.")
 WRITE = flags.DEFINE_bool("write", False, "Put the rows into the parts' pages, in place of those that are there.")
+flags.register_validator(PARTS, lambda parts: set(parts) <= set(TPUS), f"expected some of {', '.join(TPUS)}")
 
 DOCS = Path(__file__).parents[1] / "docs"
 MARKS = ("<!-- printed by scripts/tpu_schedule.py -->\n", "<!-- end -->\n")
@@ -61,4 +65,4 @@ def write_summary() -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    run(main)
