@@ -8,6 +8,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from jaxhybrid.errors import ConfigError
+from jaxhybrid.vision_spec import VisionSpec
+
+
+def _check_divides(parts: int, whole: int, what: str) -> None:
+    if whole % parts:
+        raise ConfigError(f"expected {what}, got {whole} and {parts}")
 
 
 @dataclass(frozen=True)
@@ -34,6 +40,11 @@ class Llama3Scaling:
     high_freq_factor: float
     original_max_position_embeddings: int
 
+    def __post_init__(self) -> None:
+        if self.low_freq_factor >= self.high_freq_factor:
+            low, high = self.low_freq_factor, self.high_freq_factor
+            raise ConfigError(f"expected low_freq_factor below high_freq_factor, got {low} and {high}")
+
 
 @dataclass(frozen=True)
 class YarnScaling:
@@ -47,6 +58,10 @@ class YarnScaling:
     attention_factor: float | None = None
     mscale: float | None = None
     mscale_all_dim: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.beta_fast < self.beta_slow:
+            raise ConfigError(f"expected beta_fast from beta_slow up, got {self.beta_fast} and {self.beta_slow}")
 
 
 RopeScaling = LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling
@@ -67,6 +82,12 @@ class RopeSpec:
     sections: tuple[int, int, int] | None = None
 
     def __post_init__(self) -> None:
+        if self.rotary_dim < 2 or self.rotary_dim % 2:
+            raise ConfigError(f"expected rope over an even number of a head's channels, got {self.rotary_dim}")
+        if self.sections is not None and 2 * sum(self.sections) != self.rotary_dim:
+            raise ConfigError(f"expected mrope_section of {self.rotary_dim // 2} pairs, got {self.sections}")
+        if self.rotary_dim == 2 and isinstance(self.scaling, DynamicScaling):
+            raise ConfigError("dynamic rope scaling needs more than one pair of channels")
         if self.sections is not None and isinstance(self.scaling, DynamicScaling):
             raise ConfigError("dynamic rope scaling goes by one position, mrope_section by three: not both")
 
@@ -96,6 +117,12 @@ class AttentionSpec:
 
     kind: Literal["attention"] = "attention"
 
+    def __post_init__(self) -> None:
+        kv_heads = self.num_key_value_heads
+        _check_divides(kv_heads, self.num_attention_heads, "num_attention_heads in groups of num_key_value_heads")
+        if self.head_dim <= 0:
+            raise ConfigError(f"expected a positive head_dim, got {self.head_dim}: more heads than hidden_size")
+
 
 @dataclass(frozen=True)
 class IndexerSpec:
@@ -105,6 +132,10 @@ class IndexerSpec:
     head_dim: int
     top_k: int
     rope: RopeSpec
+
+    def __post_init__(self) -> None:
+        if self.rope.rotary_dim > self.head_dim:
+            raise ConfigError(f"expected an index_head_dim from {self.rope.rotary_dim} (rope) up, got {self.head_dim}")
 
 
 @dataclass(frozen=True)
@@ -152,6 +183,11 @@ class CompressedAttentionSpec:
 
     kind: Literal["compressed_attention"] = "compressed_attention"
 
+    def __post_init__(self) -> None:
+        _check_divides(self.o_groups, self.num_attention_heads, "num_attention_heads in o_groups")
+        if self.rope.rotary_dim > self.head_dim:
+            raise ConfigError(f"expected a head_dim from {self.rope.rotary_dim} (rope) up, got {self.head_dim}")
+
 
 @dataclass(frozen=True)
 class KimiDeltaSpec:
@@ -182,6 +218,9 @@ class GatedDeltaNetSpec:
 
     kind: Literal["gated_delta_net"] = "gated_delta_net"
 
+    def __post_init__(self) -> None:
+        _check_divides(self.num_key_heads, self.num_value_heads, "value heads in groups of a key head")
+
     @property
     def conv_dim(self) -> int:
         return 2 * self.num_key_heads * self.key_head_dim + self.num_value_heads * self.value_head_dim
@@ -207,6 +246,11 @@ class Mamba2Spec:
     in_scales: tuple[float, float, float, float, float] | None = None
 
     kind: Literal["mamba2"] = "mamba2"
+
+    def __post_init__(self) -> None:
+        _check_divides(self.n_groups, self.num_heads, "Mamba-2's heads in n_groups")
+        if self.time_step_limit[0] > self.time_step_limit[1]:
+            raise ConfigError(f"expected a time_step_limit that rises, got {self.time_step_limit}")
 
     @property
     def intermediate_size(self) -> int:
@@ -279,6 +323,10 @@ class DenseSpec:
 
     kind: Literal["dense"] = "dense"
 
+    def __post_init__(self) -> None:
+        if self.intermediate_size <= 0:
+            raise ConfigError(f"expected a positive size of a feed-forward, got {self.intermediate_size}")
+
 
 @dataclass(frozen=True)
 class MoeSpec:
@@ -306,6 +354,16 @@ class MoeSpec:
     hashed: bool = False
 
     kind: Literal["moe"] = "moe"
+
+    def __post_init__(self) -> None:
+        _check_divides(self.n_group, self.num_experts, "experts in n_group groups")
+        if not 1 <= self.topk_group <= self.n_group:
+            raise ConfigError(f"expected a topk_group from 1 to n_group={self.n_group}, got {self.topk_group}")
+        eligible = self.num_experts // self.n_group * self.topk_group
+        if not 1 <= self.num_experts_per_tok <= eligible:
+            raise ConfigError(
+                f"expected from 1 to {eligible} of {self.num_experts} experts a token, got {self.num_experts_per_tok}"
+            )
 
     @property
     def corrected(self) -> bool:
@@ -378,71 +436,6 @@ ResidualSpec = PlainResidual | AttentionResidual | HyperConnections
 
 
 @dataclass(frozen=True)
-class VisionSpec:
-    """The tower that makes embeddings of an image's patches, `spatial_merge_size` squared patches a token.
-
-    The defaults are Qwen3-VL's; Kimi K3's MoonViT differs in those.
-
-    `patch_size`, `temporal_patch_size`: pixels and frames a patch spans. `num_position_embeddings`: entries of a square
-    table of learned positions, stretched over an image with their corners on its corners (`align_corners`), or with
-    their edges on its edges. `image_token_id`, `video_token_id`: what a prompt has in place of each embedding; without
-    the latter a model takes no video. `qkv_hidden_size`: of all heads together, if it is not `hidden_size`.
-    `norm`: LayerNorm or RMSNorm. `bias`: of every projection. `output_norm_eps`: of an RMSNorm of the embeddings made.
-    `preparation`: how pixels become patches (qwen_patches.py, kimi_patches.py).
-    """
-
-    depth: int
-    hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    in_channels: int
-    patch_size: int
-    temporal_patch_size: int
-    spatial_merge_size: int
-    out_hidden_size: int
-    num_position_embeddings: int
-    image_token_id: int
-    video_token_id: int | None = None
-    rope_theta: float = 10000.0
-    qkv_hidden_size: int | None = None
-    norm: Literal["layer", "rms"] = "layer"
-    norm_eps: float = 1e-6
-    bias: bool = True
-    align_corners: bool = True
-    output_norm_eps: float | None = None
-    preparation: Literal["qwen", "kimi"] = "qwen"
-
-    def __post_init__(self) -> None:
-        if math.isqrt(self.num_position_embeddings) ** 2 != self.num_position_embeddings:
-            raise ConfigError(f"num_position_embeddings must be a square, got {self.num_position_embeddings}")
-        if self.head_dim * self.num_heads != self.attention_size or self.head_dim % 4:
-            raise ConfigError(
-                f"a tower's heads must have a multiple of 4 channels, got {self.attention_size} for {self.num_heads}"
-            )
-
-    @property
-    def attention_size(self) -> int:
-        return self.qkv_hidden_size or self.hidden_size
-
-    @property
-    def head_dim(self) -> int:
-        return self.attention_size // self.num_heads
-
-    @property
-    def placeholder_ids(self) -> tuple[int, ...]:
-        video = () if self.video_token_id is None else (self.video_token_id,)
-        return (self.image_token_id, *video)
-
-    @property
-    def patches_per_token(self) -> int:
-        return self.spatial_merge_size**2
-
-    @property
-    def patch_features(self) -> int:
-        return self.in_channels * self.temporal_patch_size * self.patch_size**2
-
-
-@dataclass(frozen=True)
 class ModelConfig:
     """A whole text model, and perhaps its vision tower.
 
@@ -468,7 +461,13 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "max_position_embeddings"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"{name} must be positive, got {getattr(self, name)}")
+            if not 0 < getattr(self, name) < 2**31:
+                raise ConfigError(f"{name} must be positive and below 2**31, got {getattr(self, name)}")
         if not self.layers:
             raise ConfigError("a model needs at least one layer")
+        if self.vision is not None:
+            if self.vision.out_hidden_size != self.hidden_size:
+                sizes = f"{self.vision.out_hidden_size} and {self.hidden_size}"
+                raise ConfigError(f"expected a tower's out_hidden_size to be the text's hidden_size, got {sizes}")
+            if beyond := [token for token in self.vision.placeholder_ids if token >= self.vocab_size]:
+                raise ConfigError(f"expected placeholder tokens below vocab_size={self.vocab_size}, got {beyond}")

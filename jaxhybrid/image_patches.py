@@ -12,9 +12,9 @@ from typing import Any, Self
 import numpy as np
 from jaxtyping import Float, Float32, UInt8
 
-from jaxhybrid.config import VisionSpec
 from jaxhybrid.errors import ConfigError, TokenError
 from jaxhybrid.media import Media
+from jaxhybrid.vision_spec import VisionSpec
 
 PREPROCESSOR_CONFIG = "preprocessor_config.json"
 

@@ -8,9 +8,9 @@ from typing import Self
 import numpy as np
 from jaxtyping import Float, UInt8
 
-from jaxhybrid.config import VisionSpec
 from jaxhybrid.errors import ConfigError
 from jaxhybrid.image_patches import PREPROCESSOR_CONFIG, PatchRule, read_preprocessor, resize
+from jaxhybrid.vision_spec import VisionSpec
 
 FILLS = {"black": 0, "gray": 128, "white": 255}
 

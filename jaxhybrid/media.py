@@ -13,8 +13,8 @@ from functools import cached_property
 import numpy as np
 from jaxtyping import Float32, Int, Int32
 
-from jaxhybrid.config import VisionSpec
 from jaxhybrid.errors import TokenError
+from jaxhybrid.vision_spec import VisionSpec
 
 
 @dataclass(frozen=True, eq=False)

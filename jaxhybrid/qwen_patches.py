@@ -9,9 +9,9 @@ from typing import Self
 import numpy as np
 from jaxtyping import UInt8
 
-from jaxhybrid.config import VisionSpec
 from jaxhybrid.errors import ConfigError, TokenError
 from jaxhybrid.image_patches import PREPROCESSOR_CONFIG, PatchRule, read_preprocessor, resize
+from jaxhybrid.vision_spec import VisionSpec
 
 IMAGE_PIXELS = (65536, 16777216)  # least and most, of one image: Qwen3-VL's and Qwen3.5's
 VIDEO_PIXELS = (4096, 25165824)  # likewise of all frames of a video together

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from jaxhybrid.config import VisionSpec
 from jaxhybrid.errors import ConfigError, TokenError
 from jaxhybrid.image_patches import image_media, patchify, read_image, resize, video_media
 from jaxhybrid.qwen_patches import QwenRule, fitted_size, video_prompt
+from jaxhybrid.vision_spec import VisionSpec
 
 GOLDENS = Path(__file__).parent / "goldens"
 RULE = QwenRule(patch_size=3, temporal_patch_size=2, merge_size=2, pixels=(72, 1296), video_pixels=(72, 2592))

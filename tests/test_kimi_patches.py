@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from jaxhybrid.config import VisionSpec
 from jaxhybrid.errors import ConfigError
 from jaxhybrid.image_patches import image_media, resize
 from jaxhybrid.kimi_patches import Background, KimiRule, image_prompt
+from jaxhybrid.vision_spec import VisionSpec
 
 VISION = VisionSpec(1, 8, 8, 1, 3, 3, 1, 2, 8, 4, 0, preparation="kimi")  # patches of 3 pixels, 2 x 2 to a token
 RULE = KimiRule(3, 1, 2, max_patches=40, max_side=9)

@@ -14,10 +14,10 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int, Shaped
 
-from jaxhybrid.config import VisionSpec
 from jaxhybrid.layers.linear import Linear
 from jaxhybrid.layers.norm import LayerNorm, RmsNorm
 from jaxhybrid.layers.parameter import parameter, with_leading_axis
+from jaxhybrid.vision_spec import VisionSpec
 
 QUERY_TILE = 256  # queries whose scores over all patches are held at once
 WHOLE = (None, None)  # on a mesh every device holds all of the tower, which is small beside the decoder

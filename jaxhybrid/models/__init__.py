@@ -5,6 +5,7 @@ from types import ModuleType
 from typing import Any
 
 from jaxhybrid.config import ModelConfig
+from jaxhybrid.config_reader import ConfigReader
 from jaxhybrid.errors import ConfigError
 from jaxhybrid.models import (
     bamba,
@@ -29,7 +30,6 @@ from jaxhybrid.models import (
     qwen3_moe,
     qwen3_next,
 )
-from jaxhybrid.models.config_reader import ConfigReader
 
 FAMILIES: Mapping[str, ModuleType] = {
     model_type: family
@@ -70,9 +70,18 @@ def family_of(config: Mapping[str, Any], where: str) -> ModuleType:
 
 
 def translate(values: Mapping[str, Any], where: str) -> ModelConfig:
-    """A published config.json, every key of it. Raises ConfigError for what is unknown, missing or unsupported."""
+    """A published config.json, every key of it.
+
+    Raises ConfigError for what is unknown, missing or unsupported, for values of another kind than the key's, and for
+    values that do not go together.
+    """
     family = family_of(values, where)
     reader = ConfigReader({key: value for key, value in values.items() if key != "model_type"}, where)
-    config: ModelConfig = family.translate(reader)
+    try:
+        config: ModelConfig = family.translate(reader)
+    except ConfigError as error:
+        if str(error).startswith(where):
+            raise
+        raise reader.error(str(error)) from error  # of a spec, which does not know where its values come from
     reader.finish()
     return config

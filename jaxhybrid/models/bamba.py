@@ -1,7 +1,7 @@
 """Bamba (`bamba`): Mamba-2, a few attention layers with half-rotated heads, dense feed-forwards."""
 
 from jaxhybrid.config import AttentionSpec, DenseSpec, LayerSpec, Mamba2Spec, ModelConfig
-from jaxhybrid.models.config_reader import ConfigReader
+from jaxhybrid.config_reader import ConfigReader
 from jaxhybrid.models.mamba2_keys import mamba2_spec, mamba2_weights
 from jaxhybrid.models.rope_keys import rope_spec
 from jaxhybrid.models.text_model import text_model

@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Literal
 
 from jaxhybrid.config import DenseSpec, LatentAttentionSpec, LayerSpec, ModelConfig, MoeSpec, YarnScaling
+from jaxhybrid.config_reader import ConfigReader
 from jaxhybrid.layers.rope import yarn_mscale
-from jaxhybrid.models.config_reader import ConfigReader
 from jaxhybrid.models.latent_weights import latent_weights, prediction_weights
 from jaxhybrid.models.rope_keys import rope_spec
 from jaxhybrid.models.text_model import text_model
@@ -69,8 +69,8 @@ def moe_spec(read: ConfigReader, scoring: Literal["softmax", "sigmoid"], norm_to
         scoring=scoring,
         norm_topk_prob=norm_topk_prob,
         routed_scaling_factor=read.take("routed_scaling_factor"),
-        n_group=read.take("n_group"),
-        topk_group=read.take("topk_group"),
+        n_group=read.take("n_group") or 1,
+        topk_group=read.take("topk_group") or 1,
     )
 
 

@@ -4,8 +4,8 @@ With DeepSeek's multi-token-prediction layer, where the file has one.
 """
 
 from jaxhybrid.config import ModelConfig, MoeSpec
+from jaxhybrid.config_reader import ConfigReader
 from jaxhybrid.models import deepseek_v2
-from jaxhybrid.models.config_reader import ConfigReader
 
 MODEL_TYPES = ("deepseek_v3", "kimi_k2")
 

@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from jaxhybrid.config import IndexerSpec, LatentAttentionSpec, ModelConfig
+from jaxhybrid.config_reader import ConfigReader
 from jaxhybrid.models import deepseek_v2, deepseek_v3
-from jaxhybrid.models.config_reader import ConfigReader
 
 MODEL_TYPES = ("deepseek_v32",)
 

@@ -15,7 +15,7 @@ from jaxhybrid.config import (
     RopeSpec,
     YarnScaling,
 )
-from jaxhybrid.models.config_reader import ConfigReader
+from jaxhybrid.config_reader import ConfigReader
 from jaxhybrid.models.rope_keys import rope_spec
 from jaxhybrid.models.text_model import text_model
 from jaxhybrid.models.weight_table import LayerPlace, WeightTable, trunk_weights
@@ -59,10 +59,12 @@ def translate(read: ConfigReader) -> ModelConfig:
 def _strides(read: ConfigReader, layers: int) -> list[int]:
     """Tokens to an entry in each layer, 0 for a window alone. Published lists go on with the prediction layer's."""
     if (kinds := read.take("layer_types", default=None)) is not None:
-        rates: dict[str, Any] = {"sliding_attention": 0, **read.take("compress_rates")}
+        rates = read.nested("compress_rates")
         if unknown := sorted(set(kinds) - set(_LAYER_TYPES)):
             raise read.error(f"layer_types: expected {', '.join(_LAYER_TYPES)}, got {', '.join(unknown)}")
-        strides = [rates[kind] for kind in kinds]
+        each = {"sliding_attention": 0} | {kind: rates.take(kind) for kind in _LAYER_TYPES[1:]}
+        rates.finish()
+        strides = [each[kind] for kind in kinds]
     else:
         strides = read.take("compress_ratios")
     if len(strides) < layers or any(strides[layers:]):
@@ -92,8 +94,10 @@ def _ropes(read: ConfigReader, head_dim: int, positions: int) -> tuple[RopeSpec,
         near = {"rope_theta": read.take("rope_theta")}
         far = {**(read.take("rope_scaling", default=None) or {}), "rope_theta": far_theta}
     else:  # as transformers 5 writes them
-        near, far = keys["main"], keys["compress"]
-        read.require("rope_theta", near["rope_theta"])
+        of_kind = read.within("rope_parameters", keys)
+        near, far = of_kind.take("main"), of_kind.take("compress")
+        of_kind.finish()
+        read.require("rope_theta", near.get("rope_theta"))
 
     def spec(name: str, keys: Mapping[str, Any]) -> RopeSpec:
         rope = read.within(name, {"rope_parameters": keys}).rope()

@@ -6,7 +6,7 @@ Its many multipliers (maximal update parametrisation) are factors on linear maps
 import dataclasses
 
 from jaxhybrid.config import AttentionMamba2Spec, AttentionSpec, DenseSpec, LayerSpec, Mamba2Spec, ModelConfig
-from jaxhybrid.models.config_reader import ConfigReader
+from jaxhybrid.config_reader import ConfigReader
 from jaxhybrid.models.mamba2_keys import mamba2_spec, mamba2_weights
 from jaxhybrid.models.rope_keys import rope_spec
 from jaxhybrid.models.text_model import text_model
@@ -50,7 +50,7 @@ def _attention_spec(read: ConfigReader, hidden: int, positions: int, attention_i
     head_dim = read.take("head_dim", default=None) or hidden // heads
     return AttentionSpec(
         num_attention_heads=heads,
-        num_key_value_heads=read.take("num_key_value_heads", default=heads),
+        num_key_value_heads=read.take("num_key_value_heads", default=None) or heads,
         head_dim=head_dim,
         rope=rope_spec(read.rope(), head_dim, positions, theta=10000.0),
         scale=attention_in**2 * read.take("key_multiplier", default=1.0) * head_dim**-0.5,
@@ -64,8 +64,6 @@ def _mamba_spec(read: ConfigReader, hidden: int) -> Mamba2Spec:
     if norm and norm_first:
         raise read.error("mamba_norm_before_gate=True is not supported with mamba_rms_norm=True, expected False")
     multipliers = read.take("ssm_multipliers", default=None) or (1.0,) * 5
-    if len(multipliers) != 5:
-        raise read.error(f"ssm_multipliers={multipliers}: expected five, for z, x, B, C and dt")
     whole = read.take("ssm_in_multiplier", default=1.0)
     z, x, B, C, dt = (float(whole * part) for part in multipliers)
     return dataclasses.replace(mamba2_spec(read, width or expanded, norm), in_scales=(z, x, B, C, dt))

@@ -6,7 +6,7 @@ Of a checkpoint with images (`gemma3`) the language model is read; its vision to
 from dataclasses import replace
 
 from jaxhybrid.config import ActivationSpec, AttentionSpec, DenseSpec, LayerSpec, ModelConfig, RopeSpec
-from jaxhybrid.models.config_reader import ConfigReader, end_tokens
+from jaxhybrid.config_reader import ConfigReader, end_tokens
 from jaxhybrid.models.rope_keys import rope_spec
 from jaxhybrid.models.weight_table import WeightTable, trunk_weights
 
@@ -26,10 +26,9 @@ def translate(read: ConfigReader) -> ModelConfig:
     """
     if "text_config" not in read and "vision_config" not in read:
         return _text_config(read)
-    text = read.take("text_config")
+    inner = read.nested("text_config")
     for key in IMAGE_KEYS:
         read.take(key, default=None)
-    inner = read.within("text_config", text)
     inner.require("model_type", "gemma3_text")
     inner.agree(read, "tie_word_embeddings")
     config = replace(_text_config(inner), model_type="gemma3")
@@ -103,10 +102,13 @@ def _ropes(read: ConfigReader, head_dim: int, positions: int) -> dict[str, RopeS
             GLOBAL: {"rope_theta": read.take("rope_theta", default=1e6), **scaling},
             LOCAL: {"rope_theta": read.take("rope_local_base_freq", default=1e4)},
         }
-    return {
-        kind: rope_spec(read.within(f"rope of {kind}", {"rope_parameters": keys[kind]}).rope(), head_dim, positions)
+    of_kind = read.within("rope_parameters", keys)
+    ropes = {
+        kind: rope_spec(of_kind.within(kind, {"rope_parameters": of_kind.take(kind)}).rope(), head_dim, positions)
         for kind in (GLOBAL, LOCAL)
     }
+    of_kind.finish()
+    return ropes
 
 
 def weights(table: WeightTable, config: ModelConfig) -> None:

@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from jaxhybrid.config import ModelConfig
+from jaxhybrid.config_reader import ConfigReader
 from jaxhybrid.models import deepseek_v2, deepseek_v3, deepseek_v32
-from jaxhybrid.models.config_reader import ConfigReader
 
 MODEL_TYPES = ("glm_moe_dsa",)
 

@@ -6,7 +6,7 @@ from functools import partial
 import numpy as np
 
 from jaxhybrid.config import ActivationSpec, AttentionSpec, LayerSpec, ModelConfig, MoeSpec
-from jaxhybrid.models.config_reader import ConfigReader
+from jaxhybrid.config_reader import ConfigReader
 from jaxhybrid.models.rope_keys import rope_spec
 from jaxhybrid.models.text_model import text_model
 from jaxhybrid.models.weight_table import LayerPlace, WeightTable, trunk_weights

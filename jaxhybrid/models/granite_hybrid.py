@@ -14,7 +14,7 @@ from jaxhybrid.config import (
     MoeSpec,
     PlainResidual,
 )
-from jaxhybrid.models.config_reader import ConfigReader
+from jaxhybrid.config_reader import ConfigReader
 from jaxhybrid.models.mamba2_keys import mamba2_spec, mamba2_weights
 from jaxhybrid.models.rope_keys import rope_spec
 from jaxhybrid.models.text_model import text_model
@@ -61,7 +61,7 @@ def _attention_spec(read: ConfigReader, hidden: int, positions: int) -> Attentio
     rope = rope_spec(read.rope(), hidden // heads, positions, theta=10000.0)
     return AttentionSpec(
         num_attention_heads=heads,
-        num_key_value_heads=read.take("num_key_value_heads", default=heads),
+        num_key_value_heads=read.take("num_key_value_heads", default=None) or heads,
         head_dim=hidden // heads,
         rope=rope if position_kind == "rope" else None,
         qkv_bias=bias,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import numpy as np
 
 from jaxhybrid.config import AttentionSpec, DenseSpec, FfnSpec, LayerSpec, Mamba1Spec, MixerSpec, ModelConfig, MoeSpec
-from jaxhybrid.models.config_reader import ConfigReader
+from jaxhybrid.config_reader import ConfigReader
 from jaxhybrid.models.text_model import text_model
 from jaxhybrid.models.weight_table import LayerPlace, WeightTable, trunk_weights
 
@@ -65,6 +65,9 @@ def _mamba_spec(read: ConfigReader, hidden: int) -> Mamba1Spec:
 def _feed_forward_specs(read: ConfigReader) -> tuple[DenseSpec, MoeSpec | None]:
     """Experts are as wide as a dense feed-forward; a single expert is one."""
     width, experts, chosen = (read.take(name) for name in ("intermediate_size", "num_experts", "num_experts_per_tok"))
+    dense = DenseSpec(width)
+    if experts == 1:
+        return dense, None
     moe = MoeSpec(
         num_experts=experts,
         num_experts_per_tok=chosen,
@@ -74,7 +77,7 @@ def _feed_forward_specs(read: ConfigReader) -> tuple[DenseSpec, MoeSpec | None]:
         scoring="softmax",
         norm_topk_prob=False,
     )
-    return DenseSpec(width), moe if experts > 1 else None
+    return dense, moe
 
 
 def weights(table: WeightTable, config: ModelConfig) -> None:

@@ -16,7 +16,7 @@ from jaxhybrid.config import (
     ModelConfig,
     MoeSpec,
 )
-from jaxhybrid.models.config_reader import ConfigReader
+from jaxhybrid.config_reader import ConfigReader
 from jaxhybrid.models.kimi_linear import (
     delta_spec,
     delta_weights,

@@ -14,7 +14,7 @@ from jaxhybrid.config import (
     ModelConfig,
     MoeSpec,
 )
-from jaxhybrid.models.config_reader import ConfigReader
+from jaxhybrid.config_reader import ConfigReader
 from jaxhybrid.models.latent_weights import latent_weights, prediction_weights
 from jaxhybrid.models.text_model import text_model
 from jaxhybrid.models.weight_table import LayerPlace, WeightTable, trunk_weights
@@ -108,8 +108,8 @@ def moe_spec(read: ConfigReader) -> MoeSpec:
         scoring="sigmoid",
         norm_topk_prob=read.take("moe_renormalize", "norm_topk_prob", default=True),
         routed_scaling_factor=read.take("routed_scaling_factor", default=1.0),
-        n_group=read.take("num_expert_group", "n_group", default=1),
-        topk_group=read.take("topk_group", default=1),
+        n_group=read.take("num_expert_group", "n_group", default=None) or 1,
+        topk_group=read.take("topk_group", default=None) or 1,
     )
 
 

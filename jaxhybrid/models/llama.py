@@ -1,7 +1,7 @@
 """Llama 2, 3 and their kin (`llama`): dense grouped-query attention. arXiv 2407.21783."""
 
 from jaxhybrid.config import AttentionSpec, DenseSpec, LayerSpec, ModelConfig
-from jaxhybrid.models.config_reader import ConfigReader
+from jaxhybrid.config_reader import ConfigReader
 from jaxhybrid.models.rope_keys import context_length, rope_spec
 from jaxhybrid.models.text_model import dense_weights, text_model
 
@@ -20,7 +20,7 @@ def translate(read: ConfigReader) -> ModelConfig:
     rope = rope_spec(read.rope(), head_dim, positions, theta=10000.0)
     attention = AttentionSpec(
         num_attention_heads=heads,
-        num_key_value_heads=read.take("num_key_value_heads", default=heads),
+        num_key_value_heads=read.take("num_key_value_heads", default=None) or heads,
         head_dim=head_dim,
         rope=rope,
         qkv_bias=bias,

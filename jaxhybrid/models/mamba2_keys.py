@@ -3,14 +3,15 @@
 import math
 
 from jaxhybrid.config import Mamba2Spec
-from jaxhybrid.models.config_reader import ConfigReader
+from jaxhybrid.config_reader import ConfigReader
+from jaxhybrid.key_kinds import INFINITIES
 from jaxhybrid.models.weight_table import LayerPlace, rows
 
 
 def step_limit(read: ConfigReader) -> tuple[float, float]:
-    """`time_step_limit`: least and greatest step size. JSON has no infinity; files write it in several ways."""
+    """`time_step_limit`: least and greatest step size."""
     low, high = read.take("time_step_limit", default=None) or (0.0, math.inf)
-    return float(low), math.inf if high in ({"__float__": "Infinity"}, "Infinity") else float(high)
+    return float(low), math.inf if high in INFINITIES else float(high)
 
 
 def mamba2_spec(read: ConfigReader, width: int, norm: bool = True) -> Mamba2Spec:

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from jaxhybrid.config import AttentionSpec, DenseSpec, LayerSpec, ModelConfig
-from jaxhybrid.models.config_reader import ConfigReader
+from jaxhybrid.config_reader import ConfigReader
 from jaxhybrid.models.rope_keys import context_length, rope_spec
 from jaxhybrid.models.text_model import dense_weights, text_model
 

@@ -7,9 +7,9 @@ the order in which layers/vision.py turns channels, which changes no product of 
 import numpy as np
 from jaxtyping import Int
 
-from jaxhybrid.config import VisionSpec
-from jaxhybrid.models.config_reader import ConfigReader
+from jaxhybrid.config_reader import ConfigReader
 from jaxhybrid.models.weight_table import WeightTable, rows
+from jaxhybrid.vision_spec import VisionSpec
 
 IN_CHANNELS = 3
 # The release names none, and torch's RMSNorm then takes float32's, in which it computes, of bfloat16 inputs too (since

@@ -5,7 +5,7 @@ a latent, and multi-token prediction). Every layer is one part, a mixer or a fee
 """
 
 from jaxhybrid.config import ActivationSpec, AttentionSpec, DenseSpec, LayerSpec, Mamba2Spec, ModelConfig, MoeSpec
-from jaxhybrid.models.config_reader import ConfigReader
+from jaxhybrid.config_reader import ConfigReader
 from jaxhybrid.models.mamba2_keys import mamba2_weights, step_limit
 from jaxhybrid.models.text_model import text_model
 from jaxhybrid.models.weight_table import LayerPlace, WeightTable, trunk_weights
@@ -120,8 +120,8 @@ def _moe_spec(read: ConfigReader) -> MoeSpec:
         scoring="sigmoid",
         norm_topk_prob=read.take("norm_topk_prob", default=True),
         routed_scaling_factor=read.take("routed_scaling_factor", default=1.0),
-        n_group=read.take("n_group", default=1),
-        topk_group=read.take("topk_group", default=1),
+        n_group=read.take("n_group", default=None) or 1,
+        topk_group=read.take("topk_group", default=None) or 1,
         activation=RELU2,
         latent_size=read.take("moe_latent_size", default=None),
     )

@@ -1,7 +1,7 @@
 """Qwen2 and Qwen2.5 (`qwen2`): dense grouped-query attention with biases on q, k and v. arXiv 2407.10671."""
 
 from jaxhybrid.config import AttentionSpec, DenseSpec, LayerSpec, ModelConfig
-from jaxhybrid.models.config_reader import ConfigReader
+from jaxhybrid.config_reader import ConfigReader
 from jaxhybrid.models.rope_keys import context_length, rope_spec
 from jaxhybrid.models.text_model import dense_weights, text_model
 

@@ -1,7 +1,7 @@
 """Qwen3 (`qwen3`): dense grouped-query attention, the plain baseline. arXiv 2505.09388."""
 
 from jaxhybrid.config import AttentionSpec, DenseSpec, LayerSpec, ModelConfig
-from jaxhybrid.models.config_reader import ConfigReader
+from jaxhybrid.config_reader import ConfigReader
 from jaxhybrid.models.rope_keys import context_length, rope_spec
 from jaxhybrid.models.text_model import dense_weights, text_model
 

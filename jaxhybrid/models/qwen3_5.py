@@ -12,9 +12,8 @@ from jaxhybrid.config import (
     MixerSpec,
     ModelConfig,
     MoeSpec,
-    VisionSpec,
 )
-from jaxhybrid.models.config_reader import ConfigReader
+from jaxhybrid.config_reader import ConfigReader
 from jaxhybrid.models.qwen3_next import (
     by_key_head,
     delta_spec,
@@ -31,6 +30,7 @@ from jaxhybrid.models.qwen3_next import (
 from jaxhybrid.models.qwen_vision import vision_spec, vision_weights
 from jaxhybrid.models.text_model import text_model
 from jaxhybrid.models.weight_table import Convert, LayerPlace, WeightTable, rows, trunk_weights
+from jaxhybrid.vision_spec import VisionSpec
 
 MODEL_TYPES = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
 
@@ -54,7 +54,8 @@ def _text(read: ConfigReader, vision: VisionSpec | None) -> ModelConfig:
     positions = read.take("max_position_embeddings")
     attention, delta = gated_attention_spec(read, positions), delta_spec(read)
     is_moe = "num_experts" in read or "moe_intermediate_size" in read
-    ffn: FfnSpec = moe_spec(read) if is_moe else DenseSpec(read.take("intermediate_size"))
+    sparse = moe_spec(read) if is_moe else None
+    ffn: FfnSpec = sparse or DenseSpec(read.take("intermediate_size"))
     if is_moe:
         read.take("intermediate_size", default=None)  # of dense layers, which a mixture of experts has none of
     read.require("mlp_only_layers", [])

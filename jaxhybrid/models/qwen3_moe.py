@@ -1,7 +1,7 @@
 """Qwen3-MoE (`qwen3_moe`): grouped-query attention and a mixture of experts without a shared one. arXiv 2505.09388."""
 
 from jaxhybrid.config import AttentionSpec, DenseSpec, LayerSpec, ModelConfig, MoeSpec
-from jaxhybrid.models.config_reader import ConfigReader
+from jaxhybrid.config_reader import ConfigReader
 from jaxhybrid.models.rope_keys import context_length, rope_spec
 from jaxhybrid.models.text_model import text_model
 from jaxhybrid.models.weight_table import WeightTable, trunk_weights

@@ -17,7 +17,7 @@ from jaxhybrid.config import (
     ModelConfig,
     MoeSpec,
 )
-from jaxhybrid.models.config_reader import ConfigReader
+from jaxhybrid.config_reader import ConfigReader
 from jaxhybrid.models.rope_keys import rope_spec
 from jaxhybrid.models.text_model import text_model
 from jaxhybrid.models.weight_table import LayerPlace, WeightTable, rows, trunk_weights
@@ -30,15 +30,15 @@ def translate(read: ConfigReader) -> ModelConfig:
     types = layer_types(read)
     positions = read.take("max_position_embeddings")
     attention, delta = gated_attention_spec(read, positions), delta_spec(read)
-    moe, dense = moe_spec(read), DenseSpec(read.take("intermediate_size"))
+    dense = DenseSpec(read.take("intermediate_size"))
+    sparse: FfnSpec = moe_spec(read) or dense
     step, dense_layers = read.take("decoder_sparse_step", default=1), read.take("mlp_only_layers", default=[])
     read.require("hidden_act", "silu")
 
     def layer(number: int) -> LayerSpec:
         mixer: MixerSpec = attention if types[number] == "full_attention" else delta
-        is_moe = moe.num_experts > 0 and number not in dense_layers and (number + 1) % step == 0
-        ffn: FfnSpec = moe if is_moe else dense
-        return LayerSpec(mixer, ffn)
+        is_sparse = number not in dense_layers and (number + 1) % step == 0
+        return LayerSpec(mixer, sparse if is_sparse else dense)
 
     return text_model(
         read,
@@ -46,7 +46,7 @@ def translate(read: ConfigReader) -> ModelConfig:
         layers=tuple(layer(number) for number in range(len(types))),
         zero_centred_norms=True,
         max_position_embeddings=positions,
-        mtp_layers=prediction_layers(read, LayerSpec(attention, moe if moe.num_experts else dense)),
+        mtp_layers=prediction_layers(read, LayerSpec(attention, sparse)),
     )
 
 
@@ -98,17 +98,12 @@ def delta_spec(read: ConfigReader) -> GatedDeltaNetSpec:
     )
 
 
-def moe_spec(read: ConfigReader) -> MoeSpec:
-    """Softmax-routed experts and a gated shared one."""
-    return MoeSpec(
-        num_experts=read.take("num_experts"),
-        num_experts_per_tok=read.take("num_experts_per_tok"),
-        moe_intermediate_size=read.take("moe_intermediate_size"),
-        shared_intermediate_size=read.take("shared_expert_intermediate_size"),
-        shared_expert_gate=True,
-        scoring="softmax",
-        norm_topk_prob=read.take("norm_topk_prob", default=True),
-    )
+def moe_spec(read: ConfigReader) -> MoeSpec | None:
+    """Softmax-routed experts and a gated shared one; None where there are no experts."""
+    experts, chosen = read.take("num_experts"), read.take("num_experts_per_tok")
+    width, shared = read.take("moe_intermediate_size"), read.take("shared_expert_intermediate_size")
+    normalised = read.take("norm_topk_prob", default=True)
+    return MoeSpec(experts, chosen, width, shared, True, "softmax", normalised) if experts else None
 
 
 def weights(table: WeightTable, config: ModelConfig) -> None:

@@ -1,8 +1,10 @@
 """The vision tower of Qwen3-VL and Qwen3.5: its config keys and its tensors' names."""
 
-from jaxhybrid.config import VisionSpec
-from jaxhybrid.models.config_reader import ConfigReader
+from jaxhybrid.config_reader import ConfigReader
 from jaxhybrid.models.weight_table import WeightTable
+from jaxhybrid.vision_spec import VisionSpec
+
+IN_CHANNELS = 3
 
 
 def vision_spec(read: ConfigReader) -> VisionSpec:
@@ -11,6 +13,7 @@ def vision_spec(read: ConfigReader) -> VisionSpec:
     tower.take("model_type", default=None)
     tower.require("hidden_act", "gelu_pytorch_tanh")
     tower.require("deepstack_visual_indexes", [])
+    tower.require("in_channels", IN_CHANNELS)
     rope = tower.rope()
     rope.require("rope_type", "axial")
     spec = VisionSpec(
@@ -18,7 +21,7 @@ def vision_spec(read: ConfigReader) -> VisionSpec:
         hidden_size=tower.take("hidden_size"),
         intermediate_size=tower.take("intermediate_size"),
         num_heads=tower.take("num_heads"),
-        in_channels=tower.take("in_channels", default=3),
+        in_channels=IN_CHANNELS,
         patch_size=tower.take("patch_size"),
         temporal_patch_size=tower.take("temporal_patch_size"),
         spatial_merge_size=tower.take("spatial_merge_size"),

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxhybrid.config import DynamicScaling, LinearScaling, Llama3Scaling, RopeScaling, RopeSpec, YarnScaling
+from jaxhybrid.config_reader import ConfigReader
 from jaxhybrid.errors import ConfigError
-from jaxhybrid.models.config_reader import ConfigReader
 
 # What beside a scaling's own keys says how positions turn: kept when a scaling is replaced.
 _BASE_KEYS = ("rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")

@@ -3,7 +3,7 @@
 from typing import Any
 
 from jaxhybrid.config import ModelConfig
-from jaxhybrid.models.config_reader import ConfigReader, end_tokens
+from jaxhybrid.config_reader import ConfigReader, end_tokens
 from jaxhybrid.models.weight_table import WeightTable, trunk_weights
 
 

@@ -17,11 +17,11 @@ from jaxhybrid import models
 from jaxhybrid.checkpoint.dequantise import DequantisedFolder
 from jaxhybrid.checkpoint.safetensors_folder import CheckpointFolder
 from jaxhybrid.config import AttentionSpec, DenseSpec, ModelConfig, MoeSpec, RopeSpec
+from jaxhybrid.config_reader import INERT_KEYS, NEUTRAL_VALUES
 from jaxhybrid.errors import ConfigError
 from jaxhybrid.layers.context import Execution
 from jaxhybrid.layers.decoder import abstract_decoder
 from jaxhybrid.models import FAMILIES, family_of
-from jaxhybrid.models.config_reader import INERT_KEYS, NEUTRAL_VALUES
 from jaxhybrid.models.weight_table import WeightTable
 from jaxhybrid.state.arrays import pool_arrays
 from jaxhybrid.state.batch import BatchAddress

@@ -166,7 +166,7 @@ def test_parts_may_be_spelt_out() -> None:
         ("falcon-h1-0.5b", {"mamba_rms_norm": True, "mamba_norm_before_gate": True}, "mamba_norm_before_gate=True"),
         ("falcon-h1-0.5b", {"projectors_bias": True}, "projectors_bias=True"),
         ("falcon-h1-0.5b", {"mamba_use_mlp": False}, "mamba_use_mlp=False"),
-        ("falcon-h1-0.5b", {"ssm_multipliers": [1.0]}, "ssm_multipliers=[1.0]: expected five"),
+        ("falcon-h1-0.5b", {"ssm_multipliers": [1.0]}, "ssm_multipliers: expected a list of five numbers"),
         ("jamba-1.5-mini", {"sliding_window": 128}, "sliding_window=128"),
         ("jamba-1.5-mini", {"attn_layer_offset": 8}, "attn_layer_offset=8 must lie between 0 and attn_layer_period=8"),
     ],

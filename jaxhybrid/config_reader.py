@@ -1,9 +1,10 @@
-"""Reads a published config.json key by key, and refuses what nobody asked for."""
+"""Reads a published config.json key by key; refuses keys that nobody asked for, and values of another kind."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from jaxhybrid.errors import ConfigError
+from jaxhybrid.key_kinds import KINDS, NULLABLE, OBJECT, Kind
 
 # What transformers may write into any config, whatever the model: the file's history, labels of classes, what a call
 # returns, and defaults of generation, which `generation.py` reads from generation_config.json alone.
@@ -56,7 +57,20 @@ class ConfigReader:
         return name in self._left
 
     def take(self, *names: str, default: Any = ...) -> Any:
-        """The value of the first name present. Later spellings of the same thing must agree with it."""
+        """The value of the first name present. Later spellings of the same thing must agree with it.
+
+        Every value must be of its key's kind (key_kinds.py); null is one where `default` is None.
+        """
+        for name in names:
+            self._check_kind(name, KINDS.get(name), nullable=default is None or name in NULLABLE)
+        return self._pop(names, default)
+
+    def _check_kind(self, name: str, kind: Kind | None, nullable: bool = False) -> None:
+        value = self._left.get(name)
+        if name in self._left and kind is not None and not (kind.holds(value) or (nullable and value is None)):
+            raise self.error(f"{name}: expected {kind.expected}{' or null' if nullable else ''}, got {value!r}")
+
+    def _pop(self, names: tuple[str, ...], default: Any) -> Any:
         found = {name: self._left.pop(name) for name in names if name in self._left}
         if not found:
             if default is ...:
@@ -76,17 +90,16 @@ class ConfigReader:
 
     def require(self, name: str, *allowed: Any, default: Any = ...) -> None:
         """The key may only have one of the `allowed` values, because nothing else is implemented."""
-        value = self.take(name, default=allowed[0] if default is ... else default)
-        if value not in allowed:
+        value = self._pop((name,), allowed[0] if default is ... else default)
+        # Python takes true for 1.
+        if not any(value == option and isinstance(value, bool) == isinstance(option, bool) for option in allowed):
             options = " or ".join(map(repr, allowed))
             raise self.error(f"{name}={value!r} is not supported, expected {options}")
 
     def nested(self, name: str) -> "ConfigReader":
         """A reader of the object under that key."""
-        value = self.take(name)
-        if not isinstance(value, Mapping):
-            raise self.error(f"{name}: expected an object, got {value!r}")
-        return self.within(name, value)
+        self._check_kind(name, OBJECT)
+        return self.within(name, self.take(name))
 
     def within(self, name: str, values: Mapping[str, Any]) -> "ConfigReader":
         """A reader of other values, which errors place at `name` of this file."""

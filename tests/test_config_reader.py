@@ -3,8 +3,8 @@
 import pytest
 
 from jaxhybrid.config import DynamicScaling, LinearScaling, Llama3Scaling, RopeScaling, RopeSpec, YarnScaling
+from jaxhybrid.config_reader import GENERIC_KEYS, INERT_KEYS, NEUTRAL_VALUES, ConfigReader, end_tokens
 from jaxhybrid.errors import ConfigError
-from jaxhybrid.models.config_reader import GENERIC_KEYS, INERT_KEYS, NEUTRAL_VALUES, ConfigReader, end_tokens
 from jaxhybrid.models.rope_keys import rope_spec
 
 WHERE = "folder/config.json"
