@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -11,7 +12,7 @@ from typing import Any
 
 from jaxhybrid.chat_formats import ChatFormat, format_of
 from jaxhybrid.chat_formats.control_text import control, pieces, unmarked
-from jaxhybrid.chat_messages import REASONING_KEYS, Message, Switches, Tool
+from jaxhybrid.chat_messages import REASONING_KEYS, Message, Switches, Tool, check_response
 from jaxhybrid.chat_template import ChatTemplate
 from jaxhybrid.errors import TemplateError, TokenError
 from jaxhybrid.text_tokenizer import TOKENIZER_CONFIG, TOKENIZER_JSON, JsonTokenizer, TextTokenizer
@@ -63,8 +64,7 @@ class ChatTokenizer:
         self.vocab_size = max(tokenizer.ids) + 1
         self._holes = frozenset(range(self.vocab_size)).difference(tokenizer.ids)
         self.fingerprint = fingerprint
-        self.end_token_ids = tuple(dict.fromkeys(end_token_ids))
-        self._check_ids(self.end_token_ids, "end token ids")
+        self.end_token_ids = tuple(dict.fromkeys(self._checked_ids(end_token_ids, "end token ids")))
         self._end_texts = tuple(self.rendered_text([token_id]) for token_id in self.end_token_ids)
 
     @classmethod
@@ -107,17 +107,15 @@ class ChatTokenizer:
         """
         if not self._marks_controls:
             return self.decode(token_ids)
-        self._check_ids(token_ids, "token ids")
         decode, is_control = self._tokenizer.decode, self._tokenizer.control_ids.__contains__
-        runs = groupby(map(int, token_ids), is_control)
+        runs = groupby(self._checked_ids(token_ids, "token ids"), is_control)
         return "".join(
             "".join(control(decode([i])) for i in ids) if named else decode(list(ids)) for named, ids in runs
         )
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of the ids, special tokens included. Raises TokenError for an id outside the vocabulary."""
-        self._check_ids(token_ids, "token ids")
-        return self._tokenizer.decode([int(i) for i in token_ids])
+        """The text of the ids, special tokens included. Raises TokenError for what is no id of the vocabulary."""
+        return self._tokenizer.decode(self._checked_ids(token_ids, "token ids"))
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[Tool] | None = None, switches: Switches | None = None
@@ -147,8 +145,10 @@ class ChatTokenizer:
 
         The text is what the template prints for the response when it comes last, encoded on its own, since a model
         starts on a fresh token. Reasoning that the template does not print is put back where the generation prompt has
-        opened the thinking; elsewhere its form is unknown and it stays out. Raises TemplateError.
+        opened the thinking; elsewhere its form is unknown and it stays out. Raises TemplateError, also for a response
+        that is no assistant's message.
         """
+        check_response(response)
         template = self._template(tools)
         history = template.render(messages, tools, switches, add_generation_prompt=False)
         prompt = template.render(messages, tools, switches, add_generation_prompt=True)
@@ -247,13 +247,18 @@ class ChatTokenizer:
         place, end = max(((text.rfind(end), end) for end in self._end_texts), default=(-1, ""))
         return text[:place] if place >= 0 and not text[place + len(end) :].strip() else text
 
-    def _check_ids(self, token_ids: Sequence[int], what: str) -> None:
-        for position, token_id in enumerate(token_ids):
+    def _checked_ids(self, token_ids: Sequence[int], what: str) -> list[int]:
+        try:
+            ids = [operator.index(token_id) for token_id in token_ids]
+        except TypeError as error:
+            raise TokenError(f"{self._place}: {what}: expected integers, got {token_ids!r:.80}") from error
+        for position, token_id in enumerate(ids):
             if not 0 <= token_id < self.vocab_size or token_id in self._holes:
                 raise TokenError(
                     f"{self._place}: {what}: expected ids of the vocabulary (below {self.vocab_size}), "
                     f"got {token_id} at position {position}"
                 )
+        return ids
 
 
 def common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:

@@ -24,17 +24,45 @@ def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     return plain
 
 
+def plain_conversation(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """The messages as `plain_messages` has them, for a format that no template checks.
+
+    Raises TemplateError, with the place, also for a tool's result where the last assistant's message called nothing.
+    """
+    plain = plain_messages(messages)
+    calls: Sequence[Any] = ()
+    for index, message in enumerate(plain):
+        if message["role"] == "assistant":
+            calls = message.get("tool_calls", ())
+        if message["role"] == "tool" and not calls:
+            raise TemplateError(
+                f"messages[{index}]: expected a tool's result to answer a call of the assistant's message before it, "
+                "which has none"
+            )
+    return plain
+
+
+def check_response(response: Message) -> None:
+    """Raises TemplateError for what is no assistant's message."""
+    if not isinstance(response, Mapping) or response.get("role") != "assistant":
+        raise TemplateError(f"response: expected an assistant's message, got {response!r:.80}")
+
+
 def plain_tools(tools: Sequence[Tool] | None) -> list[dict[str, Any]] | None:
     """The tools as JSON data. Raises TemplateError, with the place, for what is not a list of objects."""
     return None if tools is None else [_plain_tool(tool, i) for i, tool in enumerate(_sequence(tools, "tools"))]
 
 
 def plain_switches(switches: Switches | None) -> dict[str, Any]:
-    """The switches as JSON data. Raises TemplateError for a name that is not theirs to set."""
-    for name in switches or {}:
+    """The switches as JSON data. Raises TemplateError for what is no object, and for a name not theirs to set."""
+    if switches is None:
+        return {}
+    if not isinstance(switches, Mapping):
+        raise TemplateError(f"switches: expected an object, got {type(switches).__name__}")
+    for name in switches:
         if name in RESERVED:
             raise TemplateError(f"switches: {name!r} is set by the renderer and cannot be a switch")
-    return _plain(switches or {}, "switches")
+    return _plain(switches, "switches")
 
 
 def _sequence(value: Any, where: str) -> Sequence[Any]:
@@ -55,8 +83,11 @@ def _plain_message(message: Any, where: str) -> dict[str, Any]:
     for index, call in enumerate(_sequence(plain.get("tool_calls", []), f"{where}.tool_calls")):
         if not isinstance(call, dict):
             raise TemplateError(f"{where}.tool_calls[{index}]: expected an object, got {type(call).__name__}")
-    reasoning = next((plain[key] for key in REASONING_KEYS if key in plain), None)
-    if reasoning is not None:
+    named = next((key for key in REASONING_KEYS if key in plain), None)
+    if named is not None:
+        reasoning = plain[named]
+        if not isinstance(reasoning, str):
+            raise TemplateError(f"{where}.{named}: expected text, got {type(reasoning).__name__}")
         plain = {"thinking": reasoning, **plain, "reasoning_content": reasoning}
     return plain
 

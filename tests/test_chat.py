@@ -446,6 +446,9 @@ def test_invalid_tools_and_switches(own):
         own.render([{"role": "user", "content": "a"}], ["bash"])
     with pytest.raises(TemplateError, match="'tools' is set by the renderer and cannot be a switch"):
         own.render([{"role": "user", "content": "a"}], switches={"tools": []})
+    for switches in (5, "x"):
+        with pytest.raises(TemplateError, match=f"switches: expected an object, got {type(switches).__name__}"):
+            own.render([{"role": "user", "content": "a"}], switches=switches)
 
 
 def test_a_template_with_a_syntax_error_does_not_load(tmp_path):
@@ -505,6 +508,25 @@ def test_tokens_declared_in_the_settings_only_are_added(tmp_path):
 def test_an_unknown_id_is_refused(own, ids):
     with pytest.raises(TokenError, match=rf"expected ids of the vocabulary \(below 1024\), got {ids[1]} at position 1"):
         own.decode(ids)
+
+
+@pytest.mark.parametrize("ids", ["abc", None, 5, [1.5], ["1"], [[1]]])
+def test_what_is_no_id_is_refused(own, ids):
+    for decode in (own.decode, own.rendered_text):
+        with pytest.raises(TokenError, match="token ids: expected integers, got "):
+            decode(ids)
+
+
+@pytest.mark.parametrize("declared", ["x", [1, "x"], 1.5, {"id": 1}])
+def test_end_tokens_that_are_no_ids_are_refused(tmp_path, declared):
+    folder = folder_with(tmp_path, "x")
+    (folder / "config.json").write_text(json.dumps({"eos_token_id": declared}))
+    with pytest.raises(TokenError, match="end token ids: expected integers, got "):
+        ChatTokenizer.from_folder(folder)
+
+
+def test_numbers_of_numpy_are_ids(own):
+    assert own.decode(np.array([5, 300], np.int32)) == own.decode([5, 300])
 
 
 def test_end_tokens_outside_the_vocabulary_are_refused(tmp_path):

@@ -7,6 +7,7 @@ from jaxhybrid.chat_formats.deepseek_v4 import DeepseekV4
 from jaxhybrid.chat_formats.deepseek_v32 import DeepseekV32
 from jaxhybrid.chat_formats.kimi_k3 import KimiK3
 from jaxhybrid.chat_messages import Message, Switches, Tool
+from jaxhybrid.errors import TemplateError
 
 
 class ChatFormat(Protocol):
@@ -35,6 +36,12 @@ FORMATS: Mapping[str, Callable[[Mapping[str, Any]], ChatFormat]] = {
 
 
 def format_of(config: Mapping[str, Any]) -> ChatFormat | None:
-    """The format of a checkpoint by the `model_type` of its config.json; None if its chats need a template."""
-    make = FORMATS.get(config.get("model_type", ""))
+    """The format of a checkpoint by the `model_type` of its config.json; None if its chats need a template.
+
+    Raises TemplateError for a `model_type` that is no text.
+    """
+    model_type = config.get("model_type", "")
+    if not isinstance(model_type, str):
+        raise TemplateError(f"model_type: expected text, got {model_type!r:.80}")
+    make = FORMATS.get(model_type)
     return None if make is None else make(config)

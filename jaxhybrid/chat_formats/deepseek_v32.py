@@ -16,13 +16,14 @@ from jaxhybrid.chat_formats.dsml import (
     THINK,
     USER,
     calls_block,
+    check_asked,
     extras,
     last_index,
     placed_messages,
     text_content,
 )
-from jaxhybrid.chat_formats.fields import check_role, chosen_switches, text_field
-from jaxhybrid.chat_messages import Message, Switches, Tool, plain_messages, plain_tools
+from jaxhybrid.chat_formats.fields import check_role, chosen_switches
+from jaxhybrid.chat_messages import Message, Switches, Tool, plain_conversation, plain_tools
 from jaxhybrid.errors import TemplateError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -78,7 +79,9 @@ class DeepseekV32:
     ) -> str:
         """The conversation as text. Raises TemplateError for one that the format does not have."""
         thinking = chosen_switches(switches, {"thinking": (True, False)})["thinking"]
-        plain = placed_messages(plain_messages(messages), plain_tools(tools))
+        plain = placed_messages(plain_conversation(messages), plain_tools(tools))
+        if add_generation_prompt:
+            check_asked(plain)
         last_user = last_index(plain, ("user", "developer"))
         parts = [BEGIN]
         for index in range(len(plain)):
@@ -104,7 +107,7 @@ def _message(messages: Sequence[Mapping[str, Any]], index: int, thinking: bool) 
         return text, ASSISTANT + think
     if role == "tool":
         return _result(messages, index, content), f"\n\n{think}" if _ends_results(messages, index) else ""
-    reasoning = text_field(message, "reasoning_content", where) + END_THINK if thinking else ""
+    reasoning = message.get("reasoning_content", "") + END_THINK if thinking else ""
     return reasoning + content + calls_block(message, CALLS, raw_arguments=False) + END, ""
 
 
@@ -113,7 +116,7 @@ def _result(messages: Sequence[Mapping[str, Any]], index: int, content: str) -> 
     before = index - 1
     while before >= 0 and messages[before]["role"] == "tool":
         before -= 1
-    calls = messages[before].get("tool_calls", []) if before >= 0 else []
+    calls = messages[before].get("tool_calls", [])
     if index - before > len(calls):
         raise TemplateError(
             f"{messages[index]['where']}: expected a result for each tool call before it, got result {index - before} "

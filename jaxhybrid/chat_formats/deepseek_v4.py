@@ -16,13 +16,14 @@ from jaxhybrid.chat_formats.dsml import (
     THINK,
     USER,
     calls_block,
+    check_asked,
     extras,
     last_index,
     placed_messages,
     text_content,
 )
-from jaxhybrid.chat_formats.fields import check_role, chosen_switches, content_parts, text_field
-from jaxhybrid.chat_messages import Message, Switches, Tool, plain_messages, plain_tools
+from jaxhybrid.chat_formats.fields import check_role, chosen_switches
+from jaxhybrid.chat_messages import Message, Switches, Tool, plain_conversation, plain_tools
 from jaxhybrid.errors import TemplateError
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "latest_reminder")
@@ -110,7 +111,9 @@ class DeepseekV4:
             {"thinking": (True, False), "drop_thinking": (True, False), "reasoning_effort": tuple(self.efforts)},
         )
         thinking = chosen["thinking"]
-        turns = _turns(placed_messages(plain_messages(messages), plain_tools(tools)))
+        turns = _turns(placed_messages(plain_conversation(messages), plain_tools(tools)))
+        if add_generation_prompt:
+            check_asked(turns)
         drop = thinking and chosen["drop_thinking"] and not any(turn.get("tools") for turn in turns)
         last_user = last_index(turns, ("user", "developer"))
         if drop:
@@ -145,17 +148,12 @@ def _turns(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         turn = turns[-1]
         if role == "tool":
             place = order.get(str(message.get("tool_call_id")), 0)
-            turn["blocks"].append((place, f"<tool_result>{_result(message)}</tool_result>"))
+            turn["blocks"].append((place, f"<tool_result>{text_content(message)}</tool_result>"))
         else:
             turn["blocks"].append((None, text_content(message)))
         if "task" in message:
             turn["task"] = message["task"]
     return turns
-
-
-def _result(message: Mapping[str, Any]) -> str:
-    parts = content_parts(message, message["where"])
-    return "\n\n".join(part["text"] if part["type"] == "text" else f"[Unsupported {part['type']}]" for part in parts)
 
 
 def _turn(turn: Mapping[str, Any], reasoned: bool) -> str:
@@ -173,7 +171,7 @@ def _turn(turn: Mapping[str, Any], reasoned: bool) -> str:
         return USER + content + extras(turn, TOOLS)
     if role == "latest_reminder":
         return REMINDER + content
-    reasoning = text_field(turn, "reasoning_content", where) + END_THINK if reasoned else ""
+    reasoning = turn.get("reasoning_content", "") + END_THINK if reasoned else ""
     end = "" if turn.get("wo_eos") else END
     return reasoning + content + calls_block(turn, CALLS, raw_arguments=True) + end
 

@@ -35,6 +35,12 @@ def placed_messages(
     return placed
 
 
+def check_asked(messages: Sequence[Mapping[str, Any]]) -> None:
+    """Raises TemplateError where a system message is last: both models begin an answer to what others said only."""
+    if messages[-1]["role"] == "system":
+        raise TemplateError(f"{messages[-1]['where']}: expected a message to answer, got a system message as the last")
+
+
 def extras(message: Mapping[str, Any], tools_text: str) -> str:
     """What follows a system or developer message's content: its tools and the form of answer it asks for."""
     parts = []

@@ -23,7 +23,7 @@ from jaxhybrid.chat_formats.fields import (
     text_field,
     to_json,
 )
-from jaxhybrid.chat_messages import Message, Switches, Tool, plain_messages, plain_tools
+from jaxhybrid.chat_messages import Message, Switches, Tool, plain_conversation, plain_tools
 from jaxhybrid.errors import TemplateError
 from jaxhybrid.kimi_patches import image_prompt
 
@@ -89,7 +89,7 @@ class KimiK3:
             parts.append(_instruction("tool-declare", TOOLS.format(_sorted_json(declared))))
         if thinking and chosen["thinking_effort"]:
             parts.append(_instruction("thinking-effort", EFFORT.format(chosen["thinking_effort"])))
-        parts += _messages(plain_messages(messages), thinking)
+        parts += _messages(plain_conversation(messages), thinking)
         if add_generation_prompt:
             if chosen["tool_choice"] in CHOICES:
                 parts.append(_instruction("tool-choice", CHOICES[chosen["tool_choice"]]))
@@ -196,7 +196,7 @@ def _tool_name(message: Mapping[str, Any], calls: Sequence[Mapping[str, Any]], n
 
 
 def _assistant_body(message: Mapping[str, Any], thinking: bool, where: str) -> str:
-    parts = [_element("think", literal(text_field(message, "reasoning_content", where)))] if thinking else []
+    parts = [_element("think", literal(message.get("reasoning_content", "")))] if thinking else []
     parts.append(_element("response", _content(message, where)))
     calls = [
         _call(call, str(number), f"{where}.tool_calls[{number - 1}]")

@@ -108,8 +108,10 @@ def test_parts_of_text_are_set_apart():
             r"messages\[0\]\.role: expected one of \['assistant', 'developer', 'system', 'tool', 'user'\]",
         ),
         ([{"role": "developer"}], r"messages\[0\]\.content: expected what the user said, got nothing"),
-        ([user("Hi"), tool("3")], r"messages\[1\]: expected a result for each tool call .*, got result 1 for 0 calls"),
-        ([tool("3")], r"messages\[0\]: expected a result for each tool call before it, got result 1 for 0 calls"),
+        (
+            [calling(("x", "f", {})), tool("3"), user("Hi"), tool("4")],
+            r"messages\[3\]: expected a result for each tool call .*, got result 1 for 0 calls",
+        ),
         (
             [calling(("x", "f", {})), tool("3"), tool("4")],
             r"messages\[2\]: expected a result for each tool call before it, got result 2 for 1 calls",
@@ -128,7 +130,7 @@ def test_invalid_tools_and_switches():
     with pytest.raises(TemplateError, match=r"tools\[0\]: expected parameters as a JSON schema, got \[\]"):
         text([user("Hi")], [{"function": {"name": "f", "parameters": []}}])
     with pytest.raises(TemplateError, match=r"messages\[0\]\.tools: expected a list of tools, got 'all'"):
-        text([{"role": "system", "tools": "all"}])
+        text([{"role": "system", "tools": "all"}, user("Hi")])
     with pytest.raises(TemplateError, match=r"switches: expected some of \['thinking'\], got 'reasoning_effort'"):
         text([user("Hi")], switches={"reasoning_effort": "max"})
     with pytest.raises(TemplateError, match=r"switches\.thinking: expected one of \[True, False\], got None"):

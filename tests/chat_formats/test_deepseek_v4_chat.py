@@ -73,11 +73,11 @@ def test_results_are_a_turn_of_the_user_in_the_order_of_the_calls():
 
 
 def test_results_with_parts_and_users_messages_are_joined():
-    parts = [{"type": "text", "text": "a"}, {"type": "image"}, {"type": "text", "text": "b"}]
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     messages = [user("One"), user("Two"), calling(("x", "f", {})), tool("x", parts)]
     shown = text(messages, switches=CHAT)
     assert shown.startswith(f"{BOS}{USER}One\n\nTwo{ASSISTANT}</think>")
-    assert shown.endswith(f"{EOS}{USER}<tool_result>a\n\n[Unsupported image]\n\nb</tool_result>{ASSISTANT}</think>")
+    assert shown.endswith(f"{EOS}{USER}<tool_result>a\n\nb</tool_result>{ASSISTANT}</think>")
 
 
 def test_tools_follow_the_system_message_or_stand_alone():
@@ -149,6 +149,10 @@ def test_a_task_takes_the_place_of_an_answer(task, opening):
             r"\[1\]\.tool_calls\[0\]: expected arguments as a JSON object",
         ),
         ([{"role": "user", "content": [{"type": "image"}]}], r"content\[0\]\.type: expected text, got 'image'"),
+        (
+            [calling(("x", "f", {})), tool("x", [{"type": "image"}])],
+            r"messages\[1\]\.content\[0\]\.type: expected text, got 'image'",
+        ),
         ([{**ANSWER, "reasoning_content": 7}], r"messages\[0\]\.reasoning_content: expected text, got int"),
     ],
 )

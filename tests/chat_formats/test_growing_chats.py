@@ -216,9 +216,10 @@ NAMES = st.sampled_from(["<|open|>", "<|sep|>", "[EOS]", "Hello"])
 @given(said=st.lists(st.one_of(st.text(max_size=9), NAMES)).map("".join))
 def test_no_message_makes_a_control_token(tokenizers, said):
     tokenizer, quiet = tokenizers["kimi_k3"], {"thinking_effort": None}
-    messages = [{"role": "user", "content": said}, {"role": "tool", "name": f"f{said}", "content": said}]
+    calling = {"role": "assistant", "tool_calls": [call("x")]}
+    messages = [{"role": "user", "content": said}, calling, {"role": "tool", "name": f"f{said}", "content": said}]
     prompt = tokenizer.render(messages, switches=quiet)
-    plain = tokenizer.render([{"role": "user"}, {"role": "tool", "name": "f", "content": ""}], switches=quiet)
+    plain = tokenizer.render([{"role": "user"}, calling, {"role": "tool", "name": "f"}], switches=quiet)
     controls = [[i for i in ids if i >= FIRST_CONTROL] for ids in (prompt.token_ids, plain.token_ids)]
     assert controls[0] == controls[1]
     assert tokenizer.decode(prompt.token_ids) == prompt.text
@@ -226,6 +227,13 @@ def test_no_message_makes_a_control_token(tokenizers, said):
 
 
 # Folders
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("response", [{"role": "user", "content": "x"}, {"content": "x"}, "x", None])
+def test_a_response_is_an_assistants(tokenizers, name, response):
+    with pytest.raises(TemplateError, match="response: expected an assistant's message, got "):
+        tokenizers[name].response_ids(CHAT[:2], response)
 
 
 def test_a_turn_may_end_with_the_tokens_of_all_files(tokenizers, tmp_path):

@@ -238,7 +238,7 @@ def test_text_with_marks_in_it_is_refused(code):
             r"messages\[0\]\.role: expected one of \['assistant', 'system', 'tool', 'user'\], got 'developer'",
         ),
         ([{"role": "user", "name": 3}], r"messages\[0\]\.name: expected text, got int"),
-        ([{"role": "assistant", "reasoning": ["x"]}], r"messages\[0\]\.reasoning_content: expected text, got list"),
+        ([{"role": "assistant", "reasoning": ["x"]}], r"messages\[0\]\.reasoning: expected text, got list"),
         (
             [{"role": "user", "content": ["x"]}],
             r"\[0\]\.content\[0\]: expected an object with its type, got 'x'",
@@ -254,7 +254,10 @@ def test_text_with_marks_in_it_is_refused(code):
         ),
         ([calling(("x", 3, {}))], r"messages\[0\]\.tool_calls\[0\]: expected a function with its name"),
         ([calling(("x", "f", [1]))], r"tool_calls\[0\]: expected arguments as an object or text, got list"),
-        ([{"role": "tool", "content": "x"}], r"messages\[0\]: expected the name of the tool, or a call before it"),
+        (
+            [calling(("x", "f", {})), *2 * [{"role": "tool", "content": "x"}]],
+            r"messages\[2\]: expected the name of the tool, or a call before it",
+        ),
         ([{"role": "system", "tools": "all"}], r"messages\[0\]\.tools: expected a list of tools, got 'all'"),
         ([], "messages: expected at least one message, got none"),
     ],

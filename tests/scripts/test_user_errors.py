@@ -42,7 +42,7 @@ def check_refused(done: subprocess.CompletedProcess[str], message: str) -> None:
         ("bench_engine", ["--sections=a,e"], "--sections=['a', 'e']: expected some of a, b, c, d"),
         ("make_support_table", ["--results=none.xml"], "No such file or directory: 'none.xml'"),
         ("make_support_table", [f"--results={__file__}"], "test_user_errors.py: expected JUnit XML: not well-formed"),
-        ("replay_traces", ["--moed=score"], "Unknown command line flag 'moed'. Did you mean: mode ?"),
+        ("replay_traces", ["--moed=score"], "Unknown command line flag 'moed'. Did you mean: mode"),
     ],
 )
 def test_wrong_arguments(name, arguments, message):
