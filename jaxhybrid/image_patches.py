@@ -7,16 +7,19 @@ import json
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 from jaxtyping import Float, Float32, UInt8
 
+from jaxhybrid.config_reader import ConfigReader
 from jaxhybrid.errors import ConfigError, TokenError
 from jaxhybrid.media import Media
 from jaxhybrid.vision_spec import VisionSpec
 
 PREPROCESSOR_CONFIG = "preprocessor_config.json"
+# What is done to every image; resample 3 is bicubic.
+STEPS = {"do_resize": True, "resample": 3, "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True}
 
 
 @dataclass(frozen=True)
@@ -45,18 +48,26 @@ class PatchRule(ABC):
         """Frames with sides of whole tokens; of four channels the last is opacity. Raises TokenError."""
 
 
-def read_preprocessor(folder: Path) -> dict[str, Any]:
-    """What `preprocessor_config.json` holds, nothing where there is none. Raises ConfigError for a broken file."""
+def read_preprocessor(folder: Path) -> ConfigReader:
+    """A reader of `preprocessor_config.json`, of nothing where there is none. Raises ConfigError for a broken file."""
     file = folder / PREPROCESSOR_CONFIG
     if not file.is_file():
-        return {}
+        return ConfigReader({}, str(file))
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file}: expected JSON: {error}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{file}: expected an object, got {type(values).__name__}")
-    return values
+    return ConfigReader(values, str(file))
+
+
+def mean_and_std(read: ConfigReader) -> tuple[tuple[float, float, float], tuple[float, float, float]]:
+    """Takes `image_mean` and `image_std`. Raises ConfigError where a step is left out or done otherwise."""
+    for name, value in STEPS.items():
+        read.require(name, value, None)
+    mean, std = (tuple(read.take(name, default=[0.5, 0.5, 0.5])) for name in ("image_mean", "image_std"))
+    return mean, std
 
 
 def image_media(pixels: UInt8[np.ndarray, "H W C"], rule: PatchRule) -> Media:

@@ -8,11 +8,15 @@ from typing import Self
 import numpy as np
 from jaxtyping import Float, UInt8
 
-from jaxhybrid.errors import ConfigError
-from jaxhybrid.image_patches import PREPROCESSOR_CONFIG, PatchRule, read_preprocessor, resize
+from jaxhybrid.config_reader import ConfigReader
+from jaxhybrid.image_patches import STEPS, PatchRule, mean_and_std, read_preprocessor, resize
 from jaxhybrid.vision_spec import VisionSpec
 
 FILLS = {"black": 0, "gray": 128, "white": 255}
+OPTIONS = (
+    "patch_size", "merge_kernel_size", "image_mean", "image_std", "in_patch_limit", "patch_limit_on_one_side",
+    "fixed_output_tokens", "transparent_bg_config", "transparent_bg_fill_stage",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -38,23 +42,17 @@ class KimiRule(PatchRule):
 
     @classmethod
     def from_folder(cls, folder: Path, vision: VisionSpec) -> Self:
-        values = read_preprocessor(folder).get("media_proc_cfg", {})
-        file = folder / PREPROCESSOR_CONFIG
-        sizes = (vision.patch_size, vision.spatial_merge_size)
-        found = tuple(
-            values.get(name, size) for name, size in zip(("patch_size", "merge_kernel_size"), sizes, strict=True)
-        )
-        if found != sizes:
-            raise ConfigError(f"{file}: patch and merge size are {found}, the model's are {sizes}")
-        if (tokens := values.get("fixed_output_tokens")) is not None:
-            raise ConfigError(f"{file}: fixed_output_tokens={tokens!r} is not supported, expected None")
-        if (stage := values.get("transparent_bg_fill_stage", "after_resize")) != "after_resize":
-            raise ConfigError(f"{file}: transparent_bg_fill_stage={stage!r} is not supported, expected 'after_resize'")
-        mean, std = (tuple(values.get(name, (0.5, 0.5, 0.5))) for name in ("image_mean", "image_std"))
+        read = _options(read_preprocessor(folder))
+        patch, merge = vision.patch_size, vision.spatial_merge_size
+        read.require("patch_size", patch)
+        read.require("merge_kernel_size", merge, [merge, merge])
+        read.require("fixed_output_tokens", None)
+        read.require("transparent_bg_fill_stage", "after_resize")
         return cls(
-            vision.patch_size, vision.temporal_patch_size, vision.spatial_merge_size, mean, std,
-            values.get("in_patch_limit", cls.max_patches), values.get("patch_limit_on_one_side", cls.max_side),
-            _background(values.get("transparent_bg_config"), file),
+            patch, vision.temporal_patch_size, merge, *mean_and_std(read),
+            max_patches=read.take("in_patch_limit", default=cls.max_patches),
+            max_side=read.take("patch_limit_on_one_side", default=cls.max_side),
+            background=_background(read),
         )  # fmt: skip
 
     def fitted(self, frames: UInt8[np.ndarray, "T h w C"], video: bool) -> UInt8[np.ndarray, "T H W 3"]:
@@ -83,19 +81,30 @@ class KimiRule(PatchRule):
         return np.clip(resized[..., :3] + behind, 0, 255).astype(np.uint8)
 
 
-def _background(values: dict | None, file: Path) -> Background:
-    """`transparent_bg_config`. Raises ConfigError for an unknown pattern."""
+def _options(whole: ConfigReader) -> ConfigReader:
+    """What `media_proc_cfg` holds, and what stands beside it: there a processor puts it when it is saved again."""
+    if "media_proc_cfg" not in whole:
+        return whole
+    read = whole.nested("media_proc_cfg")
+    for name in (*OPTIONS, *STEPS):
+        read.agree(whole, name)
+    return read
+
+
+def _background(read: ConfigReader) -> Background:
+    """Takes `transparent_bg_config`. Raises ConfigError for an unknown pattern."""
+    values = read.take("transparent_bg_config", default=None)
     if values is None:
         return Background()
-    pattern = values.get("pattern", "black")
+    inner = read.within("transparent_bg_config", values)
+    pattern = inner.take("pattern", default="black")
     if pattern in FILLS:
         return Background(1, FILLS[pattern], FILLS[pattern])
     if pattern != "chessboard":
-        expected = ", ".join([*FILLS, "chessboard"])
-        raise ConfigError(f"{file}: transparent_bg_config pattern is {pattern!r}, expected one of {expected}")
-    greys = values.get("chessboard_white_value", 255), values.get("chessboard_gray_value", 200)
-    first, second = greys if values.get("chessboard_square_on_top_left", True) else greys[::-1]
-    return Background(values.get("chessboard_square_size", 16), first, second)
+        raise inner.error(f"pattern is {pattern!r}, expected one of {', '.join([*FILLS, 'chessboard'])}")
+    greys = inner.take("chessboard_white_value", default=255), inner.take("chessboard_gray_value", default=200)
+    first, second = greys if inner.take("chessboard_square_on_top_left", default=True) else greys[::-1]
+    return Background(inner.take("chessboard_square_size", default=16), first, second)
 
 
 def image_prompt(height: int, width: int) -> str:

@@ -9,8 +9,9 @@ from typing import Self
 import numpy as np
 from jaxtyping import UInt8
 
-from jaxhybrid.errors import ConfigError, TokenError
-from jaxhybrid.image_patches import PREPROCESSOR_CONFIG, PatchRule, read_preprocessor, resize
+from jaxhybrid.config_reader import ConfigReader
+from jaxhybrid.errors import TokenError
+from jaxhybrid.image_patches import PatchRule, mean_and_std, read_preprocessor, resize
 from jaxhybrid.vision_spec import VisionSpec
 
 IMAGE_PIXELS = (65536, 16777216)  # least and most, of one image: Qwen3-VL's and Qwen3.5's
@@ -27,18 +28,16 @@ class QwenRule(PatchRule):
 
     @classmethod
     def from_folder(cls, folder: Path, vision: VisionSpec) -> Self:
+        read = read_preprocessor(folder)
         sizes = (vision.patch_size, vision.temporal_patch_size, vision.spatial_merge_size)
-        values = read_preprocessor(folder)
-        names = ("patch_size", "temporal_patch_size", "merge_size")
-        found = tuple(values.get(name, size) for name, size in zip(names, sizes, strict=True))
-        if found != sizes:
-            file = folder / PREPROCESSOR_CONFIG
-            raise ConfigError(f"{file}: patch, temporal patch and merge size are {found}, the model's are {sizes}")
-        size = values.get("size") or {}
-        least = size.get("shortest_edge", values.get("min_pixels", IMAGE_PIXELS[0]))
-        most = size.get("longest_edge", values.get("max_pixels", IMAGE_PIXELS[1]))
-        mean, std = (tuple(values.get(name, (0.5, 0.5, 0.5))) for name in ("image_mean", "image_std"))
-        return cls(*sizes, mean, std, (least, most))
+        for name, size in zip(("patch_size", "temporal_patch_size", "merge_size"), sizes, strict=True):
+            read.require(name, size)
+        least, most = _pixels(read)
+        token = (vision.patch_size * vision.spatial_merge_size) ** 2
+        if most < max(least, token):
+            needed = f"{max(least, token)} (the least, and a token's) or more"
+            raise read.error(f"longest_edge or max_pixels: expected {needed}, got {most}")
+        return cls(*sizes, *mean_and_std(read), (least, most))
 
     def fitted(self, frames: UInt8[np.ndarray, "T h w C"], video: bool) -> UInt8[np.ndarray, "T H W 3"]:
         """Resized to `fitted_size`; opacity is dropped. Raises TokenError."""
@@ -46,6 +45,20 @@ class QwenRule(PatchRule):
         limits = self.video_pixels if video else self.pixels
         height, width = fitted_size(frames.shape[1], frames.shape[2], self, limits, stills)
         return np.stack([resize(frame[..., :3], height, width) for frame in frames])
+
+
+def _pixels(read: ConfigReader) -> tuple[int, int]:
+    """Least and most pixels of an image: `size`, whose edges are numbers of pixels, or the older keys beside it."""
+    given = [read.take(name, default=None) for name in ("min_pixels", "max_pixels")]
+    size = read.take("size", default=None)
+    if size is None:
+        return given[0] or IMAGE_PIXELS[0], given[1] or IMAGE_PIXELS[1]
+    edges = read.within("size", size)
+    least, most = edges.take("shortest_edge", "min_pixels"), edges.take("longest_edge", "max_pixels")
+    edges.finish()
+    if given[0] not in (None, least) or given[1] not in (None, most):
+        raise read.error(f"size={size!r} contradicts min_pixels and max_pixels={given!r}")
+    return least, most
 
 
 def fitted_size(height: int, width: int, rule: QwenRule, limits: tuple[int, int], time: int = 1) -> tuple[int, int]:

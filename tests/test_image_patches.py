@@ -1,6 +1,7 @@
 """Pixels to patches: sizes, resizing, normalising, and the order of patches."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -92,13 +93,57 @@ def test_rules_of_a_folder(tmp_path: Path) -> None:
     rule = QwenRule.from_folder(tmp_path, VISION)
     assert (rule.pixels, rule.mean, rule.std) == ((99, 999), (0.1, 0.2, 0.3), (0.5, 0.5, 0.5))
     file.write_text(json.dumps(values | {"patch_size": 14}))
-    with pytest.raises(ConfigError, match=r"sizes? are \(14, 2, 2\), the model's are \(3, 2, 2\)"):
+    with pytest.raises(ConfigError, match=r"preprocessor_config\.json: patch_size=14 is not supported, expected 3"):
         QwenRule.from_folder(tmp_path, VISION)
     file.write_text("{")
     with pytest.raises(ConfigError, match=r"preprocessor_config\.json: expected JSON"):
         QwenRule.from_folder(tmp_path, VISION)
     file.write_text("[]")
     with pytest.raises(ConfigError, match=r"preprocessor_config\.json: expected an object, got list"):
+        QwenRule.from_folder(tmp_path, VISION)
+
+
+@pytest.mark.parametrize(
+    ("values", "limits"),
+    [
+        ({"min_pixels": 36, "max_pixels": 144}, (36, 144)),
+        ({"min_pixels": None, "max_pixels": None, "size": None}, (65536, 16777216)),
+        ({"size": {"min_pixels": 36, "max_pixels": 36}}, (36, 36)),
+        ({"size": {"shortest_edge": 40, "longest_edge": 99}, "min_pixels": 40, "max_pixels": None}, (40, 99)),
+    ],
+)
+def test_limits_of_pixels_are_spelt_in_several_ways(values: dict, limits: tuple[int, int], tmp_path: Path) -> None:
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(values))
+    assert QwenRule.from_folder(tmp_path, VISION).pixels == limits
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"size": 5}, "size: expected an object or null, got 5"),
+        ({"size": {"height": 12, "width": 12}}, "size: expected key 'shortest_edge' or 'min_pixels', found none"),
+        ({"size": {"shortest_edge": 9, "longest_edge": 99, "height": 3}}, "size: unknown keys height"),
+        ({"size": {"shortest_edge": "56"}}, "size: shortest_edge: expected an integer from 1 to 2147483647, got '56'"),
+        ({"size": {"shortest_edge": 9, "longest_edge": 0}}, "size: longest_edge: expected an integer from 1"),
+        ({"size": {"shortest_edge": 9, "longest_edge": 99}, "min_pixels": 8}, "contradicts min_pixels and max_pixels="),
+        (
+            {"min_pixels": 100, "max_pixels": 99},
+            "longest_edge or max_pixels: expected 100 (the least, and a",
+        ),
+        ({"min_pixels": 9, "max_pixels": 35}, "longest_edge or max_pixels: expected 36 (the least, and a"),
+        ({"image_std": [0.5, 0, 0.5]}, "image_std: expected a list of three numbers above 0, got [0.5, 0, 0.5]"),
+        ({"image_mean": None}, "image_mean: expected a list of three numbers, got None"),
+        ({"do_resize": False}, "do_resize=False is not supported, expected True"),
+        ({"resample": 0}, "resample=0 is not supported, expected 3"),
+        ({"do_rescale": False}, "do_rescale=False is not supported, expected True"),
+        ({"rescale_factor": 1.0}, "rescale_factor=1.0 is not supported, expected 0.0039"),
+        ({"do_normalize": False}, "do_normalize=False is not supported, expected True"),
+    ],
+)
+def test_wrong_values_of_a_folder_are_refused(values: dict, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "preprocessor_config.json"
+    file.write_text(json.dumps(values))
+    with pytest.raises(ConfigError, match=f"{re.escape(f'{file}: ')}.*{re.escape(message)}"):
         QwenRule.from_folder(tmp_path, VISION)
 
 

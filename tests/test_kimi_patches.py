@@ -1,6 +1,7 @@
 """Kimi K3's images: sizes kept and filled up, limits, what is transparent, and the folder's options."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -90,13 +91,41 @@ def test_rules_of_a_folder(tmp_path: Path) -> None:
     assert rule(transparent_bg_config=squares).background == Background(5, 200, 255)
     assert rule(transparent_bg_config={"pattern": "gray"}).background == Background(1, 128, 128)
     for values, message in (
-        ({"patch_size": 14}, r"patch and merge size are \(14, 2\), the model's are \(3, 2\)"),
+        ({"patch_size": 14}, "patch_size=14 is not supported, expected 3"),
+        ({"merge_kernel_size": [2, 3]}, "merge_kernel_size=[2, 3] is not supported, expected 2 or [2, 2]"),
         ({"fixed_output_tokens": 64}, "fixed_output_tokens=64 is not supported"),
         ({"transparent_bg_fill_stage": "before_resize"}, "expected 'after_resize'"),
+        ({"transparent_bg_config": "black"}, "transparent_bg_config: expected an object or null, got 'black'"),
+        ({"transparent_bg_config": {"pattern": []}}, "transparent_bg_config: pattern: expected a string, got []"),
         ({"transparent_bg_config": {"pattern": "dots"}}, "pattern is 'dots', expected one of black, gray, white, ch"),
+        ({"transparent_bg_config": squares | {"chessboard_square_size": 0}}, "square_size: expected an integer from 1"),
+        ({"transparent_bg_config": squares | {"chessboard_gray_value": 999}}, "expected an integer from 0 to 255"),
+        ({"image_mean": [0.5] * 4}, "image_mean: expected a list of three numbers, got [0.5, 0.5, 0.5, 0.5]"),
+        ({"in_patch_limit": 0}, "in_patch_limit: expected an integer from 1 to 2147483647, got 0"),
+        ({"patch_limit_on_one_side": None}, "patch_limit_on_one_side: expected an integer from 1"),
+        ({"do_normalize": False}, "do_normalize=False is not supported"),
     ):
-        with pytest.raises(ConfigError, match=message):
+        with pytest.raises(ConfigError, match=f"{re.escape(f'{file}: media_proc_cfg: ')}.*{re.escape(message)}"):
             rule(**values)
+
+
+def test_options_may_stand_beside_the_others(tmp_path: Path) -> None:
+    """A processor that is saved again may write them there; both places must say the same."""
+    file = tmp_path / "preprocessor_config.json"
+
+    def rule(values: object) -> KimiRule:
+        file.write_text(json.dumps(values))
+        return KimiRule.from_folder(tmp_path, VISION)
+
+    whole = rule({"in_patch_limit": 50, "merge_kernel_size": [2, 2], "image_std": [0.1, 0.2, 0.3]})
+    assert (whole.max_patches, whole.std) == (50, (0.1, 0.2, 0.3))
+    assert rule({"in_patch_limit": 50, "media_proc_cfg": {"image_std": [0.1, 0.2, 0.3]}}) == whole
+    with pytest.raises(ConfigError, match="in_patch_limit=40 contradicts 50 outside of it"):
+        rule({"in_patch_limit": 50, "media_proc_cfg": {"in_patch_limit": 40}})
+    with pytest.raises(ConfigError, match=r"preprocessor_config\.json: patch_size=99 is not supported, expected 3"):
+        rule({"patch_size": 99})
+    with pytest.raises(ConfigError, match="media_proc_cfg: expected an object, got None"):
+        rule({"media_proc_cfg": None})
 
 
 def test_the_text_that_stands_for_an_image() -> None:
