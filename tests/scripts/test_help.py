@@ -41,5 +41,5 @@ def test_help_is_quick_and_imports_nothing_heavy(name):
             break
     *help_text, imported = result.stdout.strip().splitlines()
     assert imported == "imported:"
-    assert any(line.strip().startswith("--") for line in help_text)
+    assert any("--" in line for line in help_text)  # a script without flags of its own has --helpfull
     assert min(took) < 2
