@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxhybrid.errors import ConfigError
-from jaxhybrid.key_kinds import KINDS, NULLABLE, OBJECT, Kind
+from jaxhybrid.key_kinds import KINDS, OBJECT, Kind
 
 # What transformers may write into any config, whatever the model: the file's history, labels of classes, what a call
 # returns, and defaults of generation, which `generation.py` reads from generation_config.json alone.
@@ -56,13 +56,14 @@ class ConfigReader:
         """Whether the key is there and was not taken yet."""
         return name in self._left
 
-    def take(self, *names: str, default: Any = ...) -> Any:
+    def take(self, *names: str, default: Any = ..., nullable: bool = False) -> Any:
         """The value of the first name present. Later spellings of the same thing must agree with it.
 
-        Every value must be of its key's kind (key_kinds.py); null is one where `default` is None.
+        Every value must be of its key's kind (key_kinds.py). Null is one where `default` is None, or if `nullable`:
+        where it says something that leaving the key out does not.
         """
         for name in names:
-            self._check_kind(name, KINDS.get(name), nullable=default is None or name in NULLABLE)
+            self._check_kind(name, KINDS.get(name), nullable or default is None)
         return self._pop(names, default)
 
     def _check_kind(self, name: str, kind: Kind | None, nullable: bool = False) -> None:

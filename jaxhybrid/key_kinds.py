@@ -146,6 +146,3 @@ _NAMES: Mapping[Kind, tuple[str, ...]] = {
 }
 
 KINDS: Mapping[str, Kind] = {name: kind for kind, names in _NAMES.items() for name in names}
-
-# Where null says something that leaving the key out does not; elsewhere it does where a default is None.
-NULLABLE = frozenset({"q_lora_rank", "mamba_d_ssm", "bos_token_id", "eos_token_id", "n_group", "topk_group"})

@@ -47,7 +47,7 @@ def latent_spec(read: ConfigReader, positions: int) -> LatentAttentionSpec:
         stretch = yarn_mscale(rope.scaling.factor, rope.scaling.mscale_all_dim)
     return LatentAttentionSpec(
         num_attention_heads=heads,
-        q_lora_rank=read.take("q_lora_rank"),
+        q_lora_rank=read.take("q_lora_rank", nullable=True),
         kv_lora_rank=read.take("kv_lora_rank"),
         qk_nope_head_dim=nope_dim,
         qk_rope_head_dim=rope_dim,
@@ -69,8 +69,8 @@ def moe_spec(read: ConfigReader, scoring: Literal["softmax", "sigmoid"], norm_to
         scoring=scoring,
         norm_topk_prob=norm_topk_prob,
         routed_scaling_factor=read.take("routed_scaling_factor"),
-        n_group=read.take("n_group") or 1,
-        topk_group=read.take("topk_group") or 1,
+        n_group=read.take("n_group", nullable=True) or 1,
+        topk_group=read.take("topk_group", nullable=True) or 1,
     )
 
 

@@ -58,7 +58,7 @@ def _attention_spec(read: ConfigReader, hidden: int, positions: int, attention_i
 
 
 def _mamba_spec(read: ConfigReader, hidden: int) -> Mamba2Spec:
-    expanded, width = read.take("mamba_expand", default=2) * hidden, read.take("mamba_d_ssm")
+    expanded, width = read.take("mamba_expand", default=2) * hidden, read.take("mamba_d_ssm", nullable=True)
     norm = read.take("mamba_rms_norm", default=False)
     norm_first = read.take("mamba_norm_before_gate", default=True)
     if norm and norm_first:

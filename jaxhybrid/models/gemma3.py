@@ -56,8 +56,8 @@ def _text_config(read: ConfigReader) -> ModelConfig:
         zero_centred_norms=True,
         tie_word_embeddings=read.take("tie_word_embeddings", default=True),
         max_position_embeddings=positions,
-        bos_token_id=read.take("bos_token_id", default=2),
-        eos_token_ids=end_tokens(read.take("eos_token_id", default=1)),
+        bos_token_id=read.take("bos_token_id", default=2, nullable=True),
+        eos_token_ids=end_tokens(read.take("eos_token_id", default=1, nullable=True)),
         embedding_scale=hidden**0.5,
     )
 
