@@ -29,6 +29,7 @@ from absl import app, flags, logging
 from golden import Config, Forward, Golden, Tensors
 
 BATCH, LENGTH, PREFILL, GREEDY = 2, 320, 200, 64
+PLACEHOLDERS = ("image_token_id", "video_token_id", "media_placeholder_token_id")
 FIRST_ORDINARY_TOKEN = 3  # 0 to 2 are padding, start and end
 MAX_FOLDER_BYTES = 1_500_000
 # Two correct float32 implementations differ by rounding. A greedy step or a router that is nearly tied would turn that
@@ -170,13 +171,19 @@ def write_checkpoint(folder: Path, config: Config, tensors: Tensors, shards: int
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
-def greedy_continuation(forward: Forward, prompt) -> tuple[Any, float]:
-    """Greedy tokens [B,GREEDY] without a cache, and the smallest lead of a chosen logit over the runner-up."""
+def greedy_continuation(forward: Forward, prompt, config: Config) -> tuple[Any, float]:
+    """Greedy tokens [B,GREEDY] without a cache, and the smallest lead of a chosen logit over the runner-up.
+
+    An image's placeholder is no text, and never chosen.
+    """
     import torch
 
+    never = [config[key] for key in PLACEHOLDERS if key in config]
     ids, lead = prompt, float("inf")
     for _ in range(GREEDY):
-        best = forward(ids)[0][:, -1].topk(2, -1)
+        logits = forward(ids)[0][:, -1].clone()
+        logits[:, never] = -torch.inf
+        best = logits.topk(2, -1)
         lead = min(lead, (best.values[:, 0] - best.values[:, 1]).min().item())
         ids = torch.cat([ids, best.indices[:, :1]], -1)
     return ids[:, prompt.shape[1] :], lead
@@ -210,7 +217,7 @@ def make_golden(folder: Path, golden: Golden, seed: int) -> str | None:
         forward = load_forward(folder, golden, double=False)
         logits, mtp_logits = forward(input_ids)
         exact, _ = load_forward(folder, golden, double=True)(input_ids)
-        greedy, lead = greedy_continuation(forward, input_ids[:, :PREFILL])
+        greedy, lead = greedy_continuation(forward, input_ids[:, :PREFILL], config)
     std = logits.std().item()
     rounding, lead = (logits - exact).abs().max().item() / std, lead / std
     logging.info("%s seed %d: deviation %.2f, rounding %.1e, lead %.1e", folder.name, seed, std, rounding, lead)
