@@ -8,6 +8,7 @@ from dataclasses import replace
 from jaxhybrid.config import ActivationSpec, AttentionSpec, DenseSpec, LayerSpec, ModelConfig, RopeSpec
 from jaxhybrid.config_reader import ConfigReader, end_tokens
 from jaxhybrid.models.rope_keys import rope_spec
+from jaxhybrid.models.text_model import two_layer_types
 from jaxhybrid.models.weight_table import WeightTable, trunk_weights
 
 MODEL_TYPES = ("gemma3_text", "gemma3")
@@ -64,12 +65,8 @@ def _text_config(read: ConfigReader) -> ModelConfig:
 
 def _layer_types(read: ConfigReader, count: int) -> list[str]:
     pattern = read.take("sliding_window_pattern", "_sliding_window_pattern", default=6)
-    types = read.take("layer_types", default=None) or [
-        LOCAL if (number + 1) % pattern else GLOBAL for number in range(count)
-    ]
-    if len(types) != count or not set(types) <= {LOCAL, GLOBAL}:
-        raise read.error(f"layer_types: expected {count} of {LOCAL} or {GLOBAL}, got {types}")
-    return types
+    default = [LOCAL if (number + 1) % pattern else GLOBAL for number in range(count)]
+    return two_layer_types(read, default, (LOCAL, GLOBAL))
 
 
 def _mixers(read: ConfigReader, positions: int) -> dict[str, AttentionSpec]:

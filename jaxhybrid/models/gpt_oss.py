@@ -8,7 +8,7 @@ import numpy as np
 from jaxhybrid.config import ActivationSpec, AttentionSpec, LayerSpec, ModelConfig, MoeSpec
 from jaxhybrid.config_reader import ConfigReader
 from jaxhybrid.models.rope_keys import rope_spec
-from jaxhybrid.models.text_model import text_model
+from jaxhybrid.models.text_model import text_model, two_layer_types
 from jaxhybrid.models.weight_table import LayerPlace, WeightTable, trunk_weights
 
 MODEL_TYPES = ("gpt_oss",)
@@ -22,9 +22,8 @@ def translate(read: ConfigReader) -> ModelConfig:
     read.require("swiglu_alpha", 1.702)
     read.take("initial_context_length", default=None)  # the rope's original_max_position_embeddings again
     count, positions = read.take("num_hidden_layers"), read.take("max_position_embeddings", default=131072)
-    types = read.take("layer_types", default=None) or [GLOBAL if number % 2 else LOCAL for number in range(count)]
-    if len(types) != count or not set(types) <= {LOCAL, GLOBAL}:
-        raise read.error(f"layer_types: expected {count} of {LOCAL} or {GLOBAL}, got {types}")
+    default = [GLOBAL if number % 2 else LOCAL for number in range(count)]
+    types = two_layer_types(read, default, (LOCAL, GLOBAL))
     window = read.take("sliding_window")
     attention = _attention(read, positions)
     moe = MoeSpec(

@@ -5,7 +5,7 @@ from dataclasses import replace
 from jaxhybrid.config import AttentionSpec, DenseSpec, LayerSpec, ModelConfig
 from jaxhybrid.config_reader import ConfigReader
 from jaxhybrid.models.rope_keys import context_length, rope_spec
-from jaxhybrid.models.text_model import dense_weights, text_model
+from jaxhybrid.models.text_model import dense_weights, text_model, two_layer_types
 
 MODEL_TYPES = ("mistral",)
 
@@ -24,8 +24,10 @@ def translate(read: ConfigReader) -> ModelConfig:
         rope=rope,
         sliding_window=read.take("sliding_window", default=None),  # null since v0.2
     )
-    kinds = _layer_types(read, read.take("num_hidden_layers"))
     mixers = {"sliding_attention": attention, "full_attention": replace(attention, sliding_window=None)}
+    # The window is of all layers, unless the file lists them (Ministral).
+    every = ["sliding_attention"] * read.take("num_hidden_layers")
+    kinds = two_layer_types(read, every, ("sliding_attention", "full_attention"))
     ffn = DenseSpec(read.take("intermediate_size"))
     return text_model(
         read,
@@ -34,14 +36,6 @@ def translate(read: ConfigReader) -> ModelConfig:
         layers=tuple(LayerSpec(mixers[kind], ffn) for kind in kinds),
         max_position_embeddings=context_length(rope, positions),
     )
-
-
-def _layer_types(read: ConfigReader, layers: int) -> list[str]:
-    """Which layers the window is of: all, unless the file lists them (Ministral)."""
-    kinds = read.take("layer_types", default=None) or ["sliding_attention"] * layers
-    if len(kinds) != layers or set(kinds) - {"sliding_attention", "full_attention"}:
-        raise read.error(f"layer_types: expected sliding_attention or full_attention for {layers} layers, got {kinds}")
-    return kinds
 
 
 weights = dense_weights

@@ -19,7 +19,7 @@ from jaxhybrid.config import (
 )
 from jaxhybrid.config_reader import ConfigReader
 from jaxhybrid.models.rope_keys import rope_spec
-from jaxhybrid.models.text_model import text_model
+from jaxhybrid.models.text_model import text_model, two_layer_types
 from jaxhybrid.models.weight_table import LayerPlace, WeightTable, rows, trunk_weights
 
 MODEL_TYPES = ("qwen3_next",)
@@ -63,12 +63,8 @@ def layer_types(read: ConfigReader) -> list[str]:
     """`linear_attention` or `full_attention` for every layer, spelt out or by the interval."""
     layer_count = read.take("num_hidden_layers")
     interval = read.take("full_attention_interval", default=4)
-    types = read.take("layer_types", default=None) or [
-        "linear_attention" if (number + 1) % interval else "full_attention" for number in range(layer_count)
-    ]
-    if len(types) != layer_count or not set(types) <= {"linear_attention", "full_attention"}:
-        raise read.error(f"layer_types: expected {layer_count} of linear_attention or full_attention, got {types}")
-    return types
+    kinds = "linear_attention", "full_attention"
+    return two_layer_types(read, [kinds[(number + 1) % interval == 0] for number in range(layer_count)], kinds)
 
 
 def gated_attention_spec(read: ConfigReader, positions: int) -> AttentionSpec:

@@ -1,5 +1,6 @@
 """What nearly every published config.json spells alike, and the plainest weight table."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from jaxhybrid.config import ModelConfig
@@ -19,6 +20,14 @@ def text_model(read: ConfigReader, **fields: Any) -> ModelConfig:
         eos_token_ids=end_tokens(read.take("eos_token_id", default=None)),
         **fields,
     )
+
+
+def two_layer_types(read: ConfigReader, default: Sequence[str], kinds: tuple[str, str]) -> list[str]:
+    """`layer_types`, one of two kinds for each layer; `default` where the file lists none. Raises ConfigError."""
+    types = read.take("layer_types", default=None) or list(default)
+    if len(types) != len(default) or not set(types) <= set(kinds):
+        raise read.error(f"layer_types: expected {len(default)} of {' or '.join(kinds)}, got {types}")
+    return types
 
 
 def dense_weights(table: WeightTable, config: ModelConfig) -> None:

@@ -113,7 +113,7 @@ def test_a_mistral_may_list_the_layers_with_a_window() -> None:
     values = published("mistral-7b-v0.1") | {"layer_types": ["full_attention", *["sliding_attention"] * 3] * 8}
     windows = [layer.mixer.sliding_window for layer in models.translate(values, "here").layers]
     assert windows == [None, 4096, 4096, 4096] * 8
-    with pytest.raises(ConfigError, match="layer_types: expected sliding_attention or full_attention for 32 layers"):
+    with pytest.raises(ConfigError, match="layer_types: expected 32 of sliding_attention or full_attention, got"):
         models.translate(values | {"layer_types": ["full_attention"]}, "here")
 
 
