@@ -1,8 +1,8 @@
 """Causal depthwise convolution on TPU: one pass over the tokens, and over the rows' own states.
 
-Prefill: the grid is rows x blocks of channels x blocks of tokens, tokens innermost. A window in VMEM holds a block's
-tokens behind the inputs that came before it; taps are loads at different offsets. XLA's form would write the window to
-memory. Decode: a row a step, the inputs and outputs of eight rows a block.
+Prefill: the grid is rows x blocks of channels x blocks of tokens, tokens innermost. A window in VMEM (`tpu_window.py`)
+holds a block's tokens behind the inputs that came before it; XLA's form would write it to memory. Decode: a row a step,
+the inputs and outputs of eight rows a block.
 
 States are read and written where they lie, slot after slot. XLA prefers to lay an array [L, N, K-1, C] out with slots
 along sublanes, and copies all of it at the edge of a program unless the program's arguments are laid out row-major.
@@ -16,6 +16,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
+
+from pallas_kernels.short_conv import tpu_window
+from pallas_kernels.short_conv.tpu_window import Window
 
 # Rows of a sublane tile: tokens begin there in the window, so that they are stored as whole tiles.
 _TILE = 8
@@ -49,14 +52,13 @@ def short_conv(
     interpret: Any = False,
 ) -> tuple[Float[Array, "B T C"], Float[Array, "L N K-1 C"]]:
     """Arguments and result as in `pallas_kernels.short_conv.short_conv`; `interpret` as of `pallas_call`."""
-    taps = weight.T.astype(jnp.float32)
-    offset = jnp.zeros((1, x.shape[2]), jnp.float32) if bias is None else bias.astype(jnp.float32)[None]
+    filters = tpu_window.filters_of(weight, bias, x.dtype)
     layers = jnp.asarray(layer, jnp.int32).reshape(1)
     slots = (layers, *(x.astype(jnp.int32) for x in (read_slots, write_slots, lengths)))
     if x.shape[1] > 1 or checkpoint_lengths is not None:
         checkpoints = None if checkpoint_slots is None else (checkpoint_lengths, checkpoint_slots)
-        return _prefill(x, taps, offset, state, slots, checkpoints, interpret)
-    y, state = _decode(x[:, 0], taps, offset, state, slots, interpret)
+        return _prefill(x, filters, state, slots, checkpoints, interpret)
+    y, state = _decode(x[:, 0], filters, state, slots, interpret)
     return y[:, None], state
 
 
@@ -76,20 +78,19 @@ def grid_steps(batch: int, tokens: int, channels: int) -> int:
     return batch * channels // width * pl.cdiv(tokens, size)
 
 
-def _cost(x: Array, taps: Array, state: Array) -> pl.CostEstimate:
+def _cost(x: Array, filters: Array, state: Array) -> pl.CostEstimate:
     past, channels = state.shape[2:]
     return pl.CostEstimate(
-        flops=2 * x.size * len(taps),
+        flops=2 * x.size * (past + 1),
         transcendentals=x.size,
         bytes_accessed=2 * (x.size * x.dtype.itemsize + len(x) * past * channels * state.dtype.itemsize)
-        + (taps.size + channels) * 4,
+        + filters.size * 4,
     )
 
 
 def _decode(
     x: Float[Array, "B C"],
-    taps: Float[Array, "K C"],
-    offset: Float[Array, "1 C"],
+    filters: Float[Array, "_ C"],
     state: Array,
     slots: tuple,
     interpret,
@@ -100,7 +101,6 @@ def _decode(
     layer, *rows = (slots[0], *(jnp.pad(column, (0, padding)) for column in slots[1:]))
     inputs = jnp.pad(x, [(0, padding), (0, 0)])
     block = pl.BlockSpec((_TILE, channels), lambda block, *_: (block, 0))
-    constants = [pl.BlockSpec(c.shape, lambda *_: (0, 0)) for c in (taps, offset)]
 
     def slot(which):
         return pl.BlockSpec(
@@ -113,22 +113,22 @@ def _decode(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
             grid=(len(inputs) // _TILE, _TILE),
-            in_specs=[block, *constants, slot(0)],
+            in_specs=[block, pl.BlockSpec(filters.shape, lambda *_: (0, 0)), slot(0)],
             out_specs=[block, slot(1)],
             scratch_shapes=[pltpu.VMEM((_TILE, channels), jnp.float32)] * 2,
         ),
         out_shape=[jax.ShapeDtypeStruct(inputs.shape, x.dtype), jax.ShapeDtypeStruct(state.shape, state.dtype)],
-        input_output_aliases={7: 1},
+        input_output_aliases={6: 1},
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
-        cost_estimate=_cost(x, taps, state),
+        cost_estimate=_cost(x, filters, state),
         interpret=interpret,
         name="short_conv_decode",
-    )(layer, *rows, inputs, taps, offset, state)
+    )(layer, *rows, inputs, filters, state)
     return y[:batch], state
 
 
-def _decode_kernel(layer, read_slots, write_slots, lengths, x, taps, offset, state, y, new_state, rows_in, rows_out):
-    """Blocks: x, y, rows_in, rows_out [8, C]; taps [K, C]; offset [1, C]; states [K-1, C]."""
+def _decode_kernel(layer, read_slots, write_slots, lengths, x, filters, state, y, new_state, rows_in, rows_out):
+    """Blocks: x, y, rows_in, rows_out [8, C]; filters as `tpu_window.filters_of`; states [K-1, C]."""
     row, past = pl.program_id(1), state.shape[0]
 
     @pl.when(row == 0)
@@ -137,8 +137,8 @@ def _decode_kernel(layer, read_slots, write_slots, lengths, x, taps, offset, sta
 
     # A row of padding may hold NaN; its output goes nowhere.
     before, now = state[...].astype(jnp.float32), rows_in[pl.ds(row, 1)]
-    total = offset[...] + now * taps[past:] + sum(before[n : n + 1] * taps[n : n + 1] for n in range(past))
-    rows_out[pl.ds(row, 1)] = total * jax.nn.sigmoid(total)
+    inputs = [*(before[n : n + 1] for n in range(past)), now]
+    rows_out[pl.ds(row, 1)] = tpu_window.silu_of_sum(inputs, filters[...], y.dtype).astype(jnp.float32)
     valid = lengths[pl.program_id(0) * _TILE + row] > 0
     new_state[...] = jnp.where(valid, jnp.concatenate([before[1:], now]), before).astype(new_state.dtype)
 
@@ -149,15 +149,14 @@ def _decode_kernel(layer, read_slots, write_slots, lengths, x, taps, offset, sta
 
 def _prefill(
     x: Float[Array, "B T C"],
-    taps: Float[Array, "K C"],
-    offset: Float[Array, "1 C"],
+    filters: Float[Array, "_ C"],
     state: Array,
     slots: tuple,
     checkpoints: tuple | None,
     interpret,
 ) -> tuple[Float[Array, "B T C"], Array]:
     batch, tokens, channels = x.shape
-    past = len(taps) - 1
+    past = state.shape[2]
     size, width = _block(tokens, channels)
 
     def last_block(lengths, row):
@@ -169,7 +168,7 @@ def _prefill(
             row, jnp.minimum(block, last_block(lengths, row)), part
         ),
     )  # fmt: skip
-    constants = [pl.BlockSpec((n, width), lambda row, part, *_: (0, part)) for n in (past + 1, 1)]
+    filters_block = pl.BlockSpec((len(filters), width), lambda row, part, *_: (0, part))
 
     def slot(which):
         return pl.BlockSpec(
@@ -188,31 +187,31 @@ def _prefill(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(slots),
             grid=(batch, channels // width, pl.cdiv(tokens, size)),
-            in_specs=[block, *constants, slot(0)],
+            in_specs=[block, filters_block, slot(0)],
             out_specs=[block, out_slot],
-            scratch_shapes=[pltpu.VMEM((_TILE + size, width), jnp.float32), *kept],
+            scratch_shapes=[tpu_window.scratch(size, width), *kept],
         ),
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct(state.shape, state.dtype)],
-        input_output_aliases={len(slots) + 3: 1},
+        input_output_aliases={len(slots) + 2: 1},
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
-        cost_estimate=_cost(x, taps, state),
+        cost_estimate=_cost(x, filters, state),
         interpret=interpret,
         name="short_conv_prefill",
-    )(*slots, x, taps, offset, state)
+    )(*slots, x, filters, state)
 
 
-def _prefill_kernel(last_block, layer, read_slots, write_slots, lengths, x, taps, offset, state, y, new_state, window):
-    """Blocks: x, y [T, C]; taps [K, C]; offset [1, C]; states [K-1, C]; window [8 + T, C]: the past before row 8."""
+def _prefill_kernel(last_block, layer, read_slots, write_slots, lengths, x, filters, state, y, new_state, window):
+    """Blocks: x, y [T, C]; filters as `tpu_window.filters_of`; states [K-1, C]; window as `tpu_window.scratch`."""
 
     def keep_last(inputs):
         new_state[...] = inputs.astype(new_state.dtype)
 
-    _run(last_block, lengths, x, taps, offset, state, y, window, keep_last)
+    _run(last_block, lengths, x, filters, state, y, window, keep_last)
 
 
 def _checkpointing_kernel(
     last_block, checkpoints, layer, read_slots, write_slots, lengths, checkpoint_lengths, checkpoint_slots,
-    x, taps, offset, state, y, new_states, window, kept, semaphore,
+    x, filters, state, y, new_states, window, kept, semaphore,
 ):  # fmt: skip
     """As `_prefill_kernel`, with all states as `new_states`, to which `kept` [K-1, C] is copied wherever a state is
     wanted."""
@@ -238,40 +237,32 @@ def _checkpointing_kernel(
     def keep_last(inputs):
         keep(inputs, write_slots[row])
 
-    _run(last_block, lengths, x, taps, offset, state, y, window, keep_last, keep_checkpoints)
+    _run(last_block, lengths, x, filters, state, y, window, keep_last, keep_checkpoints)
 
 
-def _run(last_block, lengths, x, taps, offset, state, y, window, keep_last, keep_checkpoints=None):
+def _run(last_block, lengths, x, filters, state, y, window, keep_last, keep_checkpoints=None):
     """One block. `keep_last` gets the row's last inputs; `keep_checkpoints` gets what gives those at any token."""
-    size, past = x.shape[0], state.shape[0]
+    size, inputs = x.shape[0], Window(window, state.shape[0])
     row, block = pl.program_id(0), pl.program_id(2)
     last = last_block(lengths, row)
-    first = _TILE - past
-
-    def inputs_at(tokens):
-        # After n valid tokens the last inputs start n rows later: nothing moves when n is 0.
-        return jnp.concatenate([window[pl.ds(first + tokens + n, 1)] for n in range(past)])
 
     @pl.when(block == 0)
     def _():
-        window[first:_TILE] = state[...].astype(jnp.float32)
+        inputs.start(state[...])
 
     @pl.when(block <= last)
     def _():
-        left = lengths[row] - block * size
-        token = jax.lax.broadcasted_iota(jnp.int32, (size, 1), 0)
-        window[_TILE:] = jnp.where(token < left, x[...].astype(jnp.float32), 0)
-        total = offset[...] + sum(
-            window[first + tap : first + tap + size] * taps[tap : tap + 1] for tap in range(past + 1)
-        )
-        y[...] = (total * jax.nn.sigmoid(total)).astype(y.dtype)
+        for number in range(len(window)):
+            own = slice(128 * number, 128 * (number + 1))
+            inputs.put(number, x[:, own])
+            y[:, own] = inputs.activations(number, filters, y.dtype)
         if keep_checkpoints is not None:
-            keep_checkpoints(inputs_at)
+            keep_checkpoints(inputs.last)
 
         @pl.when(block == last)
         def _():
-            keep_last(inputs_at(left))
+            keep_last(inputs.last(lengths[row] - block * size))
 
         @pl.when(block < last)
         def _():
-            window[first:_TILE] = window[first + size : _TILE + size]
+            inputs.advance()
