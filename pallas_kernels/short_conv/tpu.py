@@ -1,8 +1,8 @@
 """Causal depthwise convolution on TPU: one pass over the tokens, and over the rows' own states.
 
 Prefill: the grid is rows x blocks of channels x blocks of tokens, tokens innermost. A window in VMEM (`tpu_window.py`)
-holds a block's tokens behind the inputs that came before it; XLA's form would write it to memory. Decode: a row a step,
-the inputs and outputs of eight rows a block.
+holds a block's tokens behind the inputs that came before it; XLA's form would write it to memory. Decode:
+`tpu_decode.py`.
 
 States are read and written where they lie, slot after slot. XLA prefers to lay an array [L, N, K-1, C] out with slots
 along sublanes, and copies all of it at the edge of a program unless the program's arguments are laid out row-major.
@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.short_conv import tpu_window
+from pallas_kernels.short_conv import tpu_decode, tpu_window
 from pallas_kernels.short_conv.tpu_window import Window
 
 # Rows of a sublane tile: tokens begin there in the window, so that they are stored as whole tiles.
@@ -58,7 +58,7 @@ def short_conv(
     if x.shape[1] > 1 or checkpoint_lengths is not None:
         checkpoints = None if checkpoint_slots is None else (checkpoint_lengths, checkpoint_slots)
         return _prefill(x, filters, state, slots, checkpoints, interpret)
-    y, state = _decode(x[:, 0], filters, state, slots, interpret)
+    y, state = tpu_decode.decode(x[:, 0], filters, state, *slots, interpret=interpret)
     return y[:, None], state
 
 
@@ -73,7 +73,7 @@ def _block(tokens: int, channels: int) -> tuple[int, int]:
 def grid_steps(batch: int, tokens: int, channels: int) -> int:
     """Of the kernel for such a call."""
     if tokens == 1:
-        return pl.cdiv(batch, _TILE) * _TILE
+        return tpu_decode.grid_steps(batch)
     size, width = _block(tokens, channels)
     return batch * channels // width * pl.cdiv(tokens, size)
 
@@ -86,65 +86,6 @@ def _cost(x: Array, filters: Array, state: Array) -> pl.CostEstimate:
         bytes_accessed=2 * (x.size * x.dtype.itemsize + len(x) * past * channels * state.dtype.itemsize)
         + filters.size * 4,
     )
-
-
-def _decode(
-    x: Float[Array, "B C"],
-    filters: Float[Array, "_ C"],
-    state: Array,
-    slots: tuple,
-    interpret,
-) -> tuple[Float[Array, "B C"], Array]:
-    batch, channels = x.shape
-    padding = -batch % _TILE
-    # Rows that fill up the last block are padding: they read and write the null slot.
-    layer, *rows = (slots[0], *(jnp.pad(column, (0, padding)) for column in slots[1:]))
-    inputs = jnp.pad(x, [(0, padding), (0, 0)])
-    block = pl.BlockSpec((_TILE, channels), lambda block, *_: (block, 0))
-
-    def slot(which):
-        return pl.BlockSpec(
-            (None, None, *state.shape[2:]),
-            lambda block, row, layer, *slots: (layer[0], slots[which][block * _TILE + row], 0, 0),
-        )
-
-    y, state = pl.pallas_call(
-        _decode_kernel,
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=4,
-            grid=(len(inputs) // _TILE, _TILE),
-            in_specs=[block, pl.BlockSpec(filters.shape, lambda *_: (0, 0)), slot(0)],
-            out_specs=[block, slot(1)],
-            scratch_shapes=[pltpu.VMEM((_TILE, channels), jnp.float32)] * 2,
-        ),
-        out_shape=[jax.ShapeDtypeStruct(inputs.shape, x.dtype), jax.ShapeDtypeStruct(state.shape, state.dtype)],
-        input_output_aliases={6: 1},
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
-        cost_estimate=_cost(x, filters, state),
-        interpret=interpret,
-        name="short_conv_decode",
-    )(layer, *rows, inputs, filters, state)
-    return y[:batch], state
-
-
-def _decode_kernel(layer, read_slots, write_slots, lengths, x, filters, state, y, new_state, rows_in, rows_out):
-    """Blocks: x, y, rows_in, rows_out [8, C]; filters as `tpu_window.filters_of`; states [K-1, C]."""
-    row, past = pl.program_id(1), state.shape[0]
-
-    @pl.when(row == 0)
-    def _():
-        rows_in[...] = x[...].astype(jnp.float32)
-
-    # A row of padding may hold NaN; its output goes nowhere.
-    before, now = state[...].astype(jnp.float32), rows_in[pl.ds(row, 1)]
-    inputs = [*(before[n : n + 1] for n in range(past)), now]
-    rows_out[pl.ds(row, 1)] = tpu_window.silu_of_sum(inputs, filters[...], y.dtype).astype(jnp.float32)
-    valid = lengths[pl.program_id(0) * _TILE + row] > 0
-    new_state[...] = jnp.where(valid, jnp.concatenate([before[1:], now]), before).astype(new_state.dtype)
-
-    @pl.when(row == _TILE - 1)
-    def _():
-        y[...] = rows_out[...].astype(y.dtype)
 
 
 def _prefill(
