@@ -4,14 +4,17 @@ Arguments are laid out as layers have them, the heads of a token side by side, s
 is what it makes of a model.
 """
 
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.gated_delta import gated_delta, tpu_decode, tpu_prefill
+from pallas_kernels.conv_gated_delta import conv_gated_delta
+from pallas_kernels.gated_delta import gated_delta, tpu_decode, tpu_grid
+from pallas_kernels.gated_delta.tpu_grid import Grid
 from pallas_kernels.published_attention import attention_cases
-from pallas_kernels.published_case import DECODE_BATCHES, LAYERS, PREFILL_TOKENS, Case
+from pallas_kernels.published_case import DECODE_BATCHES, LAYERS, PREFILL_TOKENS, Case, array, total_bytes
 from pallas_kernels.published_models import DELTA_MODELS
 from pallas_kernels.published_records import record_cases
 from pallas_kernels.published_sparse import sparse_cases
@@ -44,7 +47,7 @@ def gated_delta_case(name: str, batch: int, tokens: int, dtype: Any = jnp.bfloat
     else:
         blocks = heads // tpu_decode.heads_per_block(heads, groups, dim * dim * 2 * keys.dtype.itemsize)
         edges = batch * blocks
-        steps = edges * -(-tokens // tpu_prefill.tokens_per_step(tokens))
+        steps = edges * -(-tokens // tpu_grid.tokens_per_step(tokens))
         # A token, with half a chunk of others before it on average: k and q against keys, the solution and the output
         # from values; and k and q against the state, and k's outer product.
         multiply_adds = batch * tokens * heads * dim * (2 * CHUNK + 3 * dim)
@@ -52,6 +55,36 @@ def gated_delta_case(name: str, batch: int, tokens: int, dtype: Any = jnp.bfloat
         "gated_delta", name, "decode" if tokens == 1 else "prefill", _flat_gated_delta,
         (*inputs, state, array(dtype=jnp.int32), rows, rows, rows), 5, batch * tokens, steps, edges,
         4 * moved + sum(x.size * x.dtype.itemsize for x in inputs), multiply_adds,
+    )  # fmt: skip
+
+
+def conv_gated_delta_case(name: str, batch: int, tokens: int, dtype: Any = jnp.bfloat16) -> Case:
+    """A prefill by `conv_gated_delta` with inputs, filters and convolutions' states of this dtype."""
+    model, taps = DELTA_MODELS[name], 4
+    heads, dim = model.value_heads, model.dim
+    widths = (heads * dim,) * 3 if model.per_channel else ((2 * model.key_heads + heads) * dim,)
+    gates = (array(batch, tokens, heads * (dim if model.per_channel else 1)), array(batch, tokens, heads))
+    inputs = (
+        array(batch, tokens, sum(widths), dtype=dtype), array(sum(widths), taps, dtype=dtype),
+        *(array(LAYERS, batch + 2, taps - 1, width, dtype=dtype) for width in widths), *gates,
+    )  # fmt: skip
+    state, rows = array(LAYERS, batch + 2, heads, dim, dim), array(batch, dtype=jnp.int32)
+
+    def function(x, filters, *rest):
+        conv_states, (log_decay, beta, *state_and_slots) = rest[: len(widths)], rest[len(widths) :]
+        if model.per_channel:
+            x, filters = x.reshape(batch, tokens, 3, -1), filters.reshape(3, -1, taps)
+            log_decay = log_decay.reshape(batch, tokens, heads, dim)
+        out, conv_states, state = conv_gated_delta(x, filters, conv_states, log_decay, beta, *state_and_slots)
+        return out.reshape(batch, tokens, -1), *conv_states, state
+
+    grid = Grid(batch, tokens, model.key_heads, heads, dim, dim, dtype)
+    states = 2 * batch * (4 * heads * dim * dim + (taps - 1) * sum(widths) * inputs[0].dtype.itemsize)
+    out = array(batch, tokens, heads * dim, dtype=dtype)
+    return Case(
+        "conv_gated_delta", name, "prefill", function, (*inputs, state, array(dtype=jnp.int32), rows, rows, rows),
+        (*range(2, 2 + len(widths)), len(inputs)), batch * tokens, math.prod(grid.steps), batch * grid.blocks,
+        states + total_bytes(out, *inputs[:2], *gates), batch * tokens * heads * dim * (2 * CHUNK + 3 * dim),
     )  # fmt: skip
 
 
@@ -88,6 +121,7 @@ def tpu_cases() -> list[Case]:
     """What the TPU kernels are counted on."""
     forms = [(batch, 1) for batch in DECODE_BATCHES] + [(1, PREFILL_TOKENS)]
     cases = [gated_delta_case(name, *form) for name in DELTA_MODELS for form in forms]
+    cases += [conv_gated_delta_case(name, 1, PREFILL_TOKENS) for name in DELTA_MODELS]
     convolutions = [("Kimi Linear 48B", *form) for form in forms] + [("Qwen3-Next 80B", *form) for form in forms]
     return [
         *cases, *record_cases(), *(short_conv_case(*case) for case in convolutions), *state_space_cases(),

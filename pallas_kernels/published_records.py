@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.gated_delta import gated_delta, tpu_buffered, tpu_decode, tpu_prefill
+from pallas_kernels.gated_delta import gated_delta, tpu_buffered, tpu_decode, tpu_grid
 from pallas_kernels.gated_delta.buffered import buffered
 from pallas_kernels.gated_delta.records import DeltaRecords
 from pallas_kernels.gated_delta.replay import replay
@@ -110,7 +110,7 @@ def gated_delta_checkpoints_case(name: str, batch: int, tokens: int = PREFILL_TO
         out, state = gated_delta(q, k, v, log_decay, beta, state, layer, reads, writes, lengths, **options)
         return out.reshape(*out.shape[:2], -1), state
 
-    span, groups = tpu_prefill.tokens_per_step(tokens), heads // model.key_heads
+    span, groups = tpu_grid.tokens_per_step(tokens), heads // model.key_heads
     edges = batch * heads // tpu_decode.heads_per_block(heads, groups, dim * dim * 4)
     return Case(
         "gated_delta", name, "prefill", function,

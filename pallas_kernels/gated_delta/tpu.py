@@ -5,6 +5,7 @@ from typing import Any
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.gated_delta import tpu_decode, tpu_prefill
+from pallas_kernels.gated_delta.tpu_inputs import Given
 
 
 def accepts(q: Array, k: Array, v: Array, *_: Any, **__: Any) -> str | None:
@@ -34,7 +35,9 @@ def gated_delta(
     if checkpoint_lengths is not None and checkpoint_slots is not None:
         checkpoints = checkpoint_lengths, checkpoint_slots
     if q.shape[1] > 1 or checkpoints is not None:
-        return tpu_prefill.prefill(q, k, v, log_decay, beta, state, *slots, checkpoints, interpret=interpret)
+        inputs = Given(q, k, v)
+        out, (state,) = tpu_prefill.prefill(inputs, log_decay, beta, state, *slots, checkpoints, interpret=interpret)
+        return out, state
     token = (q[:, 0], k[:, 0], v[:, 0], log_decay[:, 0], beta[:, 0])
     out, state = tpu_decode.decode(*token, state, *slots, interpret=interpret)
     return out[:, None], state

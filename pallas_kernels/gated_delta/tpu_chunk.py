@@ -10,7 +10,7 @@ Two heads are worked on as one, so that the tokens i of both fill the lanes (hea
 for all of them before the next one: a product's result comes long after it was asked for, and the others fill the time.
 """
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,8 @@ import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.gated_delta.tpu_grid import Grid
+from pallas_kernels.gated_delta.tpu_inputs import Vectors
 from pallas_kernels.gated_delta.tpu_inverse import block_diagonal
 from pallas_kernels.tpu_sums import CHUNK, LANES
 from pallas_kernels.tpu_vectors import Dot, normalised
@@ -55,13 +57,13 @@ def scratch(chunks: int, heads: int, key_dim: int, dtype: Any, per_channel: bool
 
 
 class Keys:
-    """k and q of a chunk's first `valid` tokens; references [C, hk dk]."""
+    """k and q of a chunk's first `valid` tokens, for the value heads of a grid step."""
 
-    def __init__(self, q: Any, k: Any, key_dim: int, value_heads: int, valid: Int[Array, ""]) -> None:
-        self._q, self._k, self.width, self._valid = q, k, key_dim, valid
-        self._value_heads, self._groups = value_heads, value_heads * key_dim // k.shape[1]
+    def __init__(self, grid: Grid, vectors: Vectors, chunk: int, valid: Int[Array, ""]) -> None:
+        self._vectors, self._chunk, self.width, self._valid = vectors, chunk, grid.key_dim, valid
+        self._value_heads, self._groups = grid.size, grid.groups
         self._normalised: dict[int, tuple[Array, Array]] = {}
-        self.dot = Dot(q.dtype == jnp.float32)
+        self.dot = Dot(grid.dtype == jnp.float32)
 
     def of_pair(self, pair: int) -> tuple[int, int]:
         """The key heads of two value heads; of the last one twice where there is no other."""
@@ -71,10 +73,9 @@ class Keys:
     def normalised(self, head: int) -> tuple[Float[Array, "C dk"], Float[Array, "C dk"]]:
         """k, 0 where not valid, and q."""
         if head not in self._normalised:
-            own = slice(head * self.width, (head + 1) * self.width)
             valid = jax.lax.broadcasted_iota(jnp.int32, (CHUNK, 1), 0) < self._valid
-            k = normalised(jnp.where(valid, self._k[:, own], 0))
-            self._normalised[head] = k, normalised(self._q[:, own]) * self.width**-0.5
+            k = normalised(jnp.where(valid, self._vectors.k(self._chunk, head), 0))
+            self._normalised[head] = k, normalised(self._vectors.q(self._chunk, head)) * self.width**-0.5
         return self._normalised[head]
 
     def side_by_side(self, found: list[Float[Array, "n L"]]) -> Float[Array, "n L"]:
@@ -95,17 +96,20 @@ def in_step(works: Sequence[Steps]) -> None:
         pass
 
 
-def apply(v: Any, kept: Kept, S: Any, out: Any, valid: Int[Array, ""], per_channel: bool) -> None:
-    """Writes outputs and next states of the first `valid` tokens. References: v, out [C, hv dv]; S [hv, dk, dv]."""
+def apply(
+    v: Callable[[int], Array], kept: Kept, S: Any, out: Any, keys: Keys, valid: Int[Array, ""], per_channel: bool
+) -> None:
+    """Writes outputs and next states of the first `valid` tokens, v of each head [C, dv]. References: out [C, hv dv];
+    S [hv, dk, dv]."""
     heads, _, width = S.shape
-    dot = Dot(v.dtype == jnp.float32)
+    dot = keys.dot
     pairs = [range(first, min(first + 2, heads)) for first in range(0, heads, 2)]
     of_head = lambda head: slice(head * width, (head + 1) * width)  # noqa: E731
     row_valid = jax.lax.broadcasted_iota(jnp.int32, (CHUNK, 1), 0) < valid
     seen = [dot(kept.seeing[head], S[head]) for head in range(heads)]
     wanted = []
     for head in range(heads):
-        value = jnp.where(row_valid, v[:, of_head(head)], 0).astype(jnp.float32)
+        value = jnp.where(row_valid, v(head), 0).astype(jnp.float32)
         wanted.append((value - seen[head][:CHUNK]).astype(dot.dtype))
     solved = []
     for number, pair in enumerate(pairs):
@@ -118,7 +122,7 @@ def apply(v: Any, kept: Kept, S: Any, out: Any, valid: Int[Array, ""], per_chann
         for head in pair:
             own = [solved[number][i * CHUNK : (i + 1) * CHUNK] if i == head % 2 else nothing for i in range(2)]
             product = dot(kept.later[number], jnp.concatenate(own))
-            out[:, of_head(head)] = seen[head][CHUNK:] + product[:CHUNK]
+            out[:, of_head(head)] = (seen[head][CHUNK:] + product[:CHUNK]).astype(out.dtype)
             lane = head % 2 * CHUNK
             total = totals[:, head : head + 1] if per_channel else totals[number : number + 1, lane : lane + 1]
             S[head] = total * S[head] + product[CHUNK:]

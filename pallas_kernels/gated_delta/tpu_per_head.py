@@ -1,5 +1,6 @@
 """What a chunk of the gated delta rule has before its states are known, where each head has one decay a token."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from pallas_kernels.tpu_sums import CHUNK, LANES
 
 
 def prepare(
-    keys: Keys, log_decay: Any, beta: Any, constants: tuple[Any, Any], kept: Kept, valid: Int[Array, ""]
+    keys: Keys, log_decay: Any, beta: Any, constants: Sequence[Any], kept: Kept, valid: Int[Array, ""]
 ) -> list[Steps]:
     """The work of each pair of heads, up to what it writes to `kept`, for the first `valid` tokens.
 
