@@ -42,14 +42,14 @@ def decode(
     """Activations and next states of one token; filters as `tpu_window.filters_of` gives them."""
     batch, channels = x.shape
     past, steps, rows = state.shape[2], grid_steps(batch), min(batch, TILE)
-    # Rows that fill up the last of several blocks are padding: they read and write the null slot.
+    # Rows that fill up the last block have no state.
     fill = TILE * steps - batch
     slots = [jnp.pad(x, (0, fill)) for x in (read_slots, write_slots, lengths)]
     inputs = jnp.pad(x, [(0, fill), (0, 0)])
     cores = 2 if steps % 2 == 0 else 1
     block = pl.BlockSpec((TILE, channels), lambda core, step, *_: (core * (steps // cores) + step, 0))
     y, state = pl.pallas_call(
-        _kernel,
+        functools.partial(_kernel, fill if steps > 1 else 0),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
             grid=(cores, steps // cores),
@@ -80,40 +80,43 @@ def decode(
 
 
 def _kernel(
-    layer, read_slots, write_slots, lengths, x, filters, given, y, states, arrived, leaving, window, semaphores
+    fill, layer, read_slots, write_slots, lengths, x, filters, given, y, states, arrived, leaving, window, semaphores
 ):
     """Blocks: x, y [8, C]; filters as `tpu_window.filters_of`; arrived, leaving [2, rows, K-1, C]; window
-    [C/128, 8 (K-1), 128], rows of (row, past token). All states are `states`, the same memory as those given."""
+    [C/128, 8 (K-1), 128], rows of (row, past token). All states are `states`, the same memory as those given. Of the
+    last block's rows, `fill` have none."""
     step, steps = pl.program_id(1), pl.num_programs(1)
     first, slot = (pl.program_id(0) * steps + step) * TILE, step % 2
 
-    def copies(first, slot, back):
+    def each(first, slot, back, act):
         for row in range(arrived.shape[1]):
             state = states.at[layer[0], (write_slots if back else read_slots)[first + row]]
             place = (leaving if back else arrived).at[slot, row]
             pair = (place, state) if back else (state, place)
-            yield pltpu.make_async_copy(*pair, semaphores.at[int(back), slot])
+            copy = pltpu.make_async_copy(*pair, semaphores.at[int(back), slot])
+            if row < arrived.shape[1] - fill:
+                act(copy)
+            else:
+                pl.when(first + row < steps * pl.num_programs(0) * TILE - fill)(functools.partial(act, copy))
 
     def start(first, slot, back):
-        for copy in copies(first, slot, back):
-            copy.start()
+        each(first, slot, back, lambda copy: copy.start())
 
-    def wait(slot, back):
-        whole = (leaving if back else arrived).at[slot]
-        pltpu.make_async_copy(whole, whole, semaphores.at[int(back), slot]).wait()
+    def wait(first, slot, back):
+        each(first, slot, back, lambda copy: copy.wait())
 
     pl.when(step == 0)(lambda: start(first, slot, False))
     pl.when(step + 1 < steps)(lambda: start(first + TILE, 1 - slot, False))
-    wait(slot, False)
-    pl.when(step > 1)(lambda: wait(slot, True))
+    wait(first, slot, False)
+    pl.when(step > 1)(lambda: wait(first - 2 * TILE, slot, True))
     valid = [lengths[first + row] > 0 for row in range(arrived.shape[1])]
     _work(valid, x, filters, arrived.at[slot], y, leaving.at[slot], window)
     start(first, slot, True)
 
     @pl.when(step + 1 == steps)
     def _():
-        pl.when(step > 0)(lambda: wait(1 - slot, True))
-        wait(slot, True)
+        pl.when(step > 0)(lambda: wait(first - TILE, 1 - slot, True))
+        wait(first, slot, True)
 
 
 def _work(valid: list[Any], x: Any, filters: Any, states: Any, y: Any, new_states: Any, window: Any) -> None:

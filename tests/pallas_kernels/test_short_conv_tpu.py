@@ -20,13 +20,13 @@ def normal(seed, *shape, dtype=jnp.float32):
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
 
 
-def check(x, read_slots, write_slots, lengths, width=4, bias=True, dtype=jnp.float32):
+def check(x, read_slots, write_slots, lengths, width=4, bias=True, dtype=jnp.float32, run=kernel, slots=SLOTS):
     """Agrees on valid outputs and on the whole state array, to which only the rows' slots are written."""
-    state = normal(1, LAYERS, SLOTS, width - 1, CHANNELS, dtype=dtype)
-    slots = map(jnp.array, (read_slots, write_slots, lengths))
+    state = normal(1, LAYERS, slots, width - 1, CHANNELS, dtype=dtype)
+    rows = map(jnp.array, (read_slots, write_slots, lengths))
     weight, offset = normal(2, CHANNELS, width), normal(3, CHANNELS) if bias else None
-    arguments = (x.astype(dtype), weight, state, 1, *slots, offset)
-    y, new_state = kernel(*arguments)
+    arguments = (x.astype(dtype), weight, state, 1, *rows, offset)
+    y, new_state = run(*arguments)
     right, right_state = expected(*arguments)
     valid = np.arange(x.shape[1]) < np.array(lengths)[:, None]
     assert y.dtype == dtype
@@ -42,6 +42,18 @@ def test_one_token_of_more_rows_than_a_block(dtype):
     x = normal(0, rows, 1, CHANNELS).at[jnp.array(lengths) == 0].set(jnp.nan)
     state = check(x, [1, 1, 3, 4, 5, 6, 0, 8, 9], [10, 11, 12, 4, 5, 6, 0, 8, 2], lengths, dtype=dtype)
     assert np.isfinite(np.array(state, np.float32)).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [17, 32])
+def test_blocks_of_rows_on_two_cores_without_a_race(rows, capfd):
+    """Three blocks are one core's, of which the last is filled up; four are shared by two."""
+    params = pltpu.InterpretParams(num_cores_or_threads=2, detect_races=True, random_seed=4)
+    run = jax.jit(functools.partial(tpu.short_conv, interpret=params))
+    read = [1 + number // 2 for number in range(rows)]
+    write = [rows - number + 40 for number in range(rows)]
+    check(normal(0, rows, 1, CHANNELS), read, write, [1] * rows, run=run, slots=80)
+    assert "RACE" not in capfd.readouterr().out
 
 
 @pytest.mark.parametrize("tokens", [2, 70, 300])
