@@ -31,11 +31,14 @@ def test_calls_are_layers_and_a_refusal_is_shown(tiny_folder):
     assert (delta["calls"], delta["implementation"]) == ("1", "xla (fallback)")
     assert "key_head_dim 10 is not a multiple of 128" in delta["why"]
     assert "bfloat16[1,70,2,10]" in delta["arguments"]
+    whole = next(row for row in rows if row["operator"] == "conv_gated_delta")
+    assert (whole["program"], whole["implementation"]) == ("1 x 70", "pallas (fallback)")
+    assert "key_head_dim 10 is not a multiple of 128" in whole["why"]
 
 
 def test_a_cpu_gets_what_it_has(tiny_folder):
     choices = {row[1]: (row[3], row[4]) for row in kernel_table(tiny_folder / "config.json", "cpu", [(1, 70)])}
-    assert choices["gated_delta"] == ("xla", "first that runs on cpu; pallas needs tpu; pallas needs gpu")
+    assert choices["conv_gated_delta"] == ("xla", "first that runs on cpu; pallas needs tpu; pallas needs tpu or gpu")
 
 
 def choices_of_the_whole_model(config_path: Path, platform: str, rows: int, tokens: int) -> dict[registry.Choice, int]:

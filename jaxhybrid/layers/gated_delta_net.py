@@ -11,8 +11,7 @@ from jaxhybrid.layers.linear import Linear
 from jaxhybrid.layers.norm import RmsNorm
 from jaxhybrid.layers.parameter import parameter
 from jaxhybrid.layers.step import Step
-from pallas_kernels.gated_delta import gated_delta
-from pallas_kernels.short_conv import short_conv
+from pallas_kernels.conv_gated_delta import conv_gated_delta
 
 
 class GatedDeltaNet(nnx.Module):
@@ -40,15 +39,13 @@ class GatedDeltaNet(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T D"], state: dict[str, Array], index: int | Array, step: Step
     ) -> tuple[Float[Array, "B T D"], dict[str, Array]]:
-        spec, (rows, steps, _), address = self.spec, x.shape, step.address
+        (rows, steps, _), address = x.shape, step.address
         slots = (index, address.read_slots, address.write_slots, address.lengths)
-        mixed, conv = short_conv(self.in_proj_qkv(x), self.conv[...], state["conv"], *slots)
-        by_head = mixed.reshape(rows, steps, spec.num_key_heads, -1)
-        q, k, v = jnp.split(by_head, (spec.key_head_dim, 2 * spec.key_head_dim), axis=-1)
-        v = v.reshape(rows, steps, spec.num_value_heads, spec.value_head_dim)
         beta = jax.nn.sigmoid(self.in_proj_b(x).astype(jnp.float32))
         decay = self.log_decay(self.in_proj_a(x).astype(jnp.float32))
-        out, recurrent = gated_delta(q, k, v, decay, beta, state["recurrent"], *slots)
+        out, (conv,), recurrent = conv_gated_delta(
+            self.in_proj_qkv(x), self.conv[...], (state["conv"],), decay, beta, state["recurrent"], *slots
+        )
         gate = jax.nn.silu(self.in_proj_z(x).astype(jnp.float32)).reshape(out.shape)
-        out = (self.norm(out) * gate).astype(x.dtype)
+        out = (self.norm(out.astype(jnp.float32)) * gate).astype(x.dtype)
         return self.out_proj(out.reshape(rows, steps, -1)), {"conv": conv, "recurrent": recurrent}

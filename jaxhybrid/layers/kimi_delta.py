@@ -11,8 +11,7 @@ from jaxhybrid.layers.linear import Linear, StackedLinear
 from jaxhybrid.layers.norm import RmsNorm
 from jaxhybrid.layers.parameter import parameter
 from jaxhybrid.layers.step import Step
-from pallas_kernels.gated_delta import gated_delta
-from pallas_kernels.short_conv import short_conv
+from pallas_kernels.conv_gated_delta import conv_gated_delta
 
 
 class KimiDelta(nnx.Module):
@@ -51,14 +50,13 @@ class KimiDelta(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], dict[str, Array]]:
         spec, (rows, steps, _), address = self.spec, x.shape, step.address
         slots = (index, address.read_slots, address.write_slots, address.lengths)
-        inputs, filters, changed, mixed = self.qkv_proj(x), self.qkv_conv[...], {}, []
-        for place, name in enumerate(("conv_q", "conv_k", "conv_v")):
-            y, changed[name] = short_conv(inputs[:, :, place], filters[place], state[name], *slots)
-            mixed.append(y.reshape(rows, steps, spec.num_heads, spec.head_dim))
-        q, k, v = mixed
         beta = jax.nn.sigmoid(self.b_proj(x).astype(jnp.float32))
-        out, recurrent = gated_delta(q, k, v, self.log_decay(x), beta, state["recurrent"], *slots)
+        past: tuple[Array, ...] = (state["conv_q"], state["conv_k"], state["conv_v"])
+        out, past, recurrent = conv_gated_delta(
+            self.qkv_proj(x), self.qkv_conv[...], past, self.log_decay(x), beta, state["recurrent"], *slots
+        )
         gate = self.g_proj(x) if spec.full_rank_gate else self.g_b_proj(self.g_a_proj(x))
         gate = gate.astype(jnp.float32).reshape(out.shape)
-        out = (self.o_norm(out) * jax.nn.sigmoid(gate)).astype(x.dtype)
+        out = (self.o_norm(out.astype(jnp.float32)) * jax.nn.sigmoid(gate)).astype(x.dtype)
+        changed = dict(zip(("conv_q", "conv_k", "conv_v"), past, strict=True))
         return self.o_proj(out.reshape(rows, steps, -1)), {**changed, "recurrent": recurrent}
