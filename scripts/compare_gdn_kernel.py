@@ -4,8 +4,8 @@ git clone https://github.com/vllm-project/tpu-inference CHECKOUT
 python scripts/compare_gdn_kernel.py --checkout=CHECKOUT
 
 Needs the extra `aot`; no TPU. Both take 2,048 tokens of one prompt of Qwen3-Next 80B: theirs the convolution, gates and
-recurrence in one kernel (tpu_inference/kernels/gdn/v3), ours the convolution and the recurrence in one each, gates made
-by XLA between them. Nothing of theirs is part of this project.
+recurrence in one kernel (tpu_inference/kernels/gdn/v3), ours the convolution and the recurrence in one, gates made by
+XLA before it; and in one kernel each. Nothing of theirs is part of this project.
 """
 
 import os
@@ -22,7 +22,7 @@ from jaxhybrid.command_line import run
 CHECKOUT = flags.DEFINE_string("checkout", None, "A checkout of tpu-inference.", required=True)
 PART = flags.DEFINE_string("part", "tpu-v6e", "TPU to compile for.")
 
-MODEL = "Qwen3-Next 80B"
+MODEL, OPERATORS = "Qwen3-Next 80B", ("conv_gated_delta", "gated_delta", "short_conv")
 KERNEL = Path("tpu_inference") / "kernels" / "gdn" / "v3" / "wrapper.py"
 TILE = 64  # tokens that their kernel takes at a time, by default
 
@@ -41,7 +41,7 @@ def main(argv: list[str]) -> None:
         cases = [
             case
             for case in published.tpu_cases()
-            if case.model == MODEL and case.form == "prefill" and case.operator in ("gated_delta", "short_conv")
+            if case.model == MODEL and case.form == "prefill" and case.operator in OPERATORS
         ]
         _, ours = schedule_report.rows(part.name, cases, Path(folder))
         theirs, spills, moved = their_counts(part, checkout, Path(folder))
