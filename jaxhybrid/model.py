@@ -35,6 +35,7 @@ from jaxhybrid.models.weight_table import WeightTable
 from jaxhybrid.parallel.fitting import execution_on, fit_to_mesh
 from jaxhybrid.parallel.mesh import partition_of
 from jaxhybrid.parallel.sharding import parameter_struct, pool_places
+from jaxhybrid.platform import compiler_options
 from jaxhybrid.qwen_patches import QwenRule
 from jaxhybrid.state.arrays import PoolArrays, pool_arrays
 from jaxhybrid.state.batch import BatchAddress
@@ -148,7 +149,10 @@ class Model:
     @cached_property
     def _chunk_logits(self):
         places = (None, self.pool_places)
-        return jax.jit(partial(_chunk_logits, self.graph), donate_argnums=1, out_shardings=places)
+        options = compiler_options(jax.default_backend())
+        return jax.jit(
+            partial(_chunk_logits, self.graph), donate_argnums=1, out_shardings=places, compiler_options=options
+        )
 
 
 def load_model(

@@ -181,6 +181,11 @@ def target(platform: str) -> Iterator[None]:
         yield
 
 
+def current_platform() -> str:
+    """`cpu`, `tpu` or `gpu`: what programs that are traced here will run on."""
+    return _target.value or jax.default_backend()
+
+
 def choose(operator: Operator, *arguments: Any, **options: Any) -> Callable[..., Any]:
     """The function to call with these arguments, recorded with the reason.
 
@@ -189,7 +194,7 @@ def choose(operator: Operator, *arguments: Any, **options: Any) -> Callable[...,
     """
     if operator.axes is not None and current() is not None:
         return split(lambda *parts, **rest: choose(operator, *parts, **rest)(*parts, **rest), operator.axes)
-    platform = _target.value or jax.default_backend()
+    platform = current_platform()
     forced = next((kind for name, kind in reversed(_forced.value) if name in ("", operator.name)), None)
     shapes = _summary(arguments)
     refusals: list[str] = []

@@ -15,6 +15,7 @@ from jaxhybrid.engine.sampling import SamplingControls, SamplingMode, choose_tok
 from jaxhybrid.layers.decoder import Decoder
 from jaxhybrid.layers.step import MediaInputs
 from jaxhybrid.model import Model
+from jaxhybrid.platform import compiler_options
 from jaxhybrid.state.arrays import PoolArrays
 from jaxhybrid.state.batch import BatchAddress
 
@@ -247,5 +248,5 @@ class Programs:
         if program is None:
             donate = () if donated is None else donated
             jitted = jax.jit(function, donate_argnums=donate, out_shardings=out_shardings)
-            program = self._compiled[key] = jitted.lower(*arguments).compile()
+            program = self._compiled[key] = jitted.lower(*arguments).compile(compiler_options(jax.default_backend()))
         return program(*arguments)

@@ -12,8 +12,9 @@ class Execution:
     """How parameters are laid out for the platform that runs them.
 
     `scan_layers`: repeated patterns are stacked and run by lax.scan, so that compile time does not grow with depth.
+    A TPU multiplies by a layer of a stack where it lies; XLA for CPUs and GPUs copies it out of the stack first.
     `stack_experts`: experts are one array, for grouped products; off, each is its own buffer and only the chosen are
-    read. A CPU wants both off: it copies what it slices out of a stack, and streams separate buffers at full speed.
+    read, which a CPU streams at full speed.
     """
 
     scan_layers: bool
@@ -21,8 +22,7 @@ class Execution:
 
     @classmethod
     def for_platform(cls, platform: str) -> "Execution":
-        accelerated = platform != "cpu"
-        return cls(scan_layers=accelerated, stack_experts=accelerated)
+        return cls(scan_layers=platform == "tpu", stack_experts=platform != "cpu")
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from jaxtyping import Array, Float
 
 from jaxhybrid.layers.parameter import parameter
 from pallas_kernels.partition import Axes, split
+from pallas_kernels.registry import current_platform
 
 # Rows up to which XLA:CPU multiplies W X^T faster than X W^T: half the time at 2 to 16 rows, level at 512.
 MAX_COLUMNS = 256
@@ -16,7 +17,7 @@ MAX_COLUMNS = 256
 def project(x: Float[Array, "*batch features"], weight: Float[Array, "out features"]) -> Float[Array, "*batch out"]:
     """x W^T. Leading dimensions are flattened: a single row then takes XLA:CPU's fast matrix-vector path."""
     rows = x.reshape(-1, x.shape[-1])
-    if 1 < rows.shape[0] <= MAX_COLUMNS and jax.default_backend() == "cpu":
+    if 1 < rows.shape[0] <= MAX_COLUMNS and current_platform() == "cpu":
         # The barrier keeps XLA from turning the product around again.
         out = jax.lax.optimization_barrier(jnp.einsum("oi,ni->on", weight, rows)).T
     else:

@@ -24,6 +24,7 @@ from jaxhybrid.models import translate
 from jaxhybrid.parallel.fitting import fit_to_mesh
 from jaxhybrid.parallel.mesh import MESH_AXES
 from jaxhybrid.parallel.sharding import parameter_struct, pool_places
+from jaxhybrid.platform import compiler_options
 from jaxhybrid.state.arrays import leaf_shape
 from jaxhybrid.state.batch import BatchAddress
 from jaxhybrid.state.layout import StateDtypes, layout_of
@@ -76,7 +77,8 @@ def compile_decode(part: aot.Part, name: str, layers: int, chips: int):
     arguments = (nnx.from_flat_state(structs), pool, address, row, array(ROWS, STEPS), controls, None)
     with registry.target(part.platform), registry.record() as recorder:
         jitted = jax.jit(function, donate_argnums=1, out_shardings=(None, places))
-        compiled = jitted.lower(*arguments).compile(aot.compiler_options(part))
+        options = {**(aot.compiler_options(part) or {}), **compiler_options(part.platform)}
+        compiled = jitted.lower(*arguments).compile(options)
     return compiled, {choice.operator: choice.implementation for choice in recorder.choices()}, size
 
 
@@ -95,14 +97,14 @@ def test_a_decode_loop_runs_in_kernels_and_copies_neither_state_nor_experts(name
     assert kernels == dict.fromkeys(operators, "pallas")
     assert memory.alias_size_in_bytes >= pool
     # All states of one leaf, or one layer's experts, would be more.
-    assert memory.temp_size_in_bytes < 128 << 20
+    assert memory.temp_size_in_bytes < 64 << 20
 
 
 @pytest.mark.parametrize(("name", "layers", "_", "operators"), MODELS)
-def test_a_decode_loop_on_a_gpu_copies_neither_state_nor_experts(name, layers, _, operators):
+def test_a_decode_loop_on_a_gpu_copies_neither_state_nor_weights(name, layers, _, operators):
     compiled, kernels, pool = compile_decode(installed("h200"), name, layers, 1)
     memory = compiled.memory_analysis()
     assert kernels == dict.fromkeys(operators, "pallas")
     assert memory.alias_size_in_bytes >= pool
-    # Logits, and a layer's projections, which XLA does copy. A layer's experts are 2.5 GB and more.
-    assert memory.temp_size_in_bytes < 512 << 20
+    # Logits. One layer's projections are about as much, its experts 2.5 GB and more.
+    assert memory.temp_size_in_bytes < 64 << 20
