@@ -15,6 +15,7 @@ from pallas_kernels.gated_delta import gated_delta, tpu_decode, tpu_grid
 from pallas_kernels.gated_delta.tpu_grid import Grid
 from pallas_kernels.published_attention import attention_cases
 from pallas_kernels.published_case import DECODE_BATCHES, LAYERS, PREFILL_TOKENS, Case, array, total_bytes
+from pallas_kernels.published_experts import expert_cases
 from pallas_kernels.published_models import DELTA_MODELS
 from pallas_kernels.published_records import record_cases
 from pallas_kernels.published_sparse import sparse_cases
@@ -125,5 +126,5 @@ def tpu_cases() -> list[Case]:
     convolutions = [("Kimi Linear 48B", *form) for form in forms] + [("Qwen3-Next 80B", *form) for form in forms]
     return [
         *cases, *record_cases(), *(short_conv_case(*case) for case in convolutions), *state_space_cases(),
-        *ssd_record_cases(), *attention_cases(), *sparse_cases(),
+        *ssd_record_cases(), *attention_cases(), *sparse_cases(), *expert_cases(),
     ]  # fmt: skip
