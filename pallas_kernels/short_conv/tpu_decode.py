@@ -65,7 +65,8 @@ def decode(
                 pltpu.SemaphoreType.DMA((2, 2)),
             ],
         ),
-        out_shape=[jax.ShapeDtypeStruct(inputs.shape, x.dtype), jax.ShapeDtypeStruct(state.shape, state.dtype)],
+        # Left to itself XLA moves an array of few slots to VMEM and back, whole, at each layer.
+        out_shape=[jax.ShapeDtypeStruct(inputs.shape, x.dtype), pltpu.HBM(state.shape, state.dtype)],
         input_output_aliases={6: 1},
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
         cost_estimate=pl.CostEstimate(
