@@ -121,7 +121,9 @@ def _flat_gated_delta(q, k, v, log_decay, beta, state, *slots):
 def tpu_cases() -> list[Case]:
     """What the TPU kernels are counted on."""
     forms = [(batch, 1) for batch in DECODE_BATCHES] + [(1, PREFILL_TOKENS)]
-    cases = [gated_delta_case(name, *form) for name in DELTA_MODELS for form in forms]
+    # A layer prefills by `conv_gated_delta`.
+    cases = [gated_delta_case(name, batch, 1) for name in DELTA_MODELS for batch in DECODE_BATCHES]
+    cases += [gated_delta_case(name, 1, PREFILL_TOKENS) for name in ("Kimi Linear 48B", "Qwen3-Next 80B")]
     cases += [conv_gated_delta_case(name, 1, PREFILL_TOKENS) for name in DELTA_MODELS]
     convolutions = [("Kimi Linear 48B", *form) for form in forms] + [("Qwen3-Next 80B", *form) for form in forms]
     return [

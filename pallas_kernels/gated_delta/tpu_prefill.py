@@ -52,25 +52,8 @@ def prefill(
     `pallas_call`.
     """
     grid, per_channel = inputs.grid, log_decay.ndim == 4
-    size, pairs = grid.size, pl.cdiv(grid.size, 2)
-    operands = inputs.operands()
-    scalars = pl.BlockSpec(
-        (None, None, grid.span // CHUNK, pairs, LANES),
-        lambda row, block, number, layer, read, write, lengths, *_: (
-            row, block, grid.current(number, lengths, row), 0, 0
-        ),
-    )  # fmt: skip
-    operands += [
-        (grid.flat(log_decay), grid.vectors(size * grid.key_dim))
-        if per_channel
-        else (_rows_of_scalars(grid, log_decay), scalars),
-        (_rows_of_scalars(grid, beta), scalars),
-    ]
-    if not per_channel:
-        constants = tpu_sums.constants(pairs, LANES, grid.dtype == jnp.float32)
-        operands += [(x, pl.BlockSpec(x.shape, lambda *_: (0, 0))) for x in constants]
-    states = (State(state, (size, *state.shape[3:]), 0), *inputs.states)
-    own = inputs.scratch()
+    operands = [*inputs.operands(), *_gates(grid, log_decay, beta)]
+    states = (State(state, (grid.size, *state.shape[3:]), 0), *inputs.states)
     targets: list[Array] = []
     kernel, out_specs, leaving = _kernel, [x.spec(1) for x in states], []
     if checkpoints is not None:
@@ -79,7 +62,7 @@ def prefill(
         kernel, out_specs = _checkpointing_kernel, [pl.BlockSpec(memory_space=pl.ANY)] * len(states)
         leaving = [*(pltpu.VMEM(x.block, x.array.dtype) for x in states), pltpu.SemaphoreType.DMA((len(states),))]
     step = _Step(inputs, per_channel, states, len(operands), 0 if checkpoints is None else checkpoints[0].shape[1])
-    values = grid.vectors(size * grid.value_dim)
+    values = grid.vectors(grid.size * grid.value_dim)
     out = jax.ShapeDtypeStruct((grid.batch, grid.padded_tokens, grid.value_heads * grid.value_dim), out_dtype)
     moved = 2 * grid.batch + sum(x.size for x in targets[:1])  # states, in or out
     out, *new_states = pl.pallas_call(
@@ -91,8 +74,8 @@ def prefill(
             out_specs=[values, *out_specs],
             scratch_shapes=[
                 pltpu.VMEM((1 if checkpoints is None else 2, *states[0].block), jnp.float32),
-                *tpu_chunk.scratch(grid.span // CHUNK, size, grid.key_dim, grid.dtype, per_channel),
-                *own,
+                *tpu_chunk.scratch(grid.span // CHUNK, grid.size, grid.key_dim, grid.dtype, per_channel),
+                *inputs.scratch(),
                 *leaving,
             ],
         ),
@@ -117,6 +100,23 @@ def prefill(
         *(x.array for x in states),
     )
     return out[:, : grid.tokens].reshape(grid.batch, grid.tokens, grid.value_heads, -1), tuple(new_states)
+
+
+def _gates(grid: Grid, log_decay: Array, beta: Array) -> list[tuple[Any, pl.BlockSpec]]:
+    """Log decays, beta and, for decays of a head, the constants of `tpu_sums`, and their blocks of a grid step."""
+    pairs = pl.cdiv(grid.size, 2)
+    scalars = pl.BlockSpec(
+        (None, None, grid.span // CHUNK, pairs, LANES),
+        lambda row, block, number, layer, read, write, lengths, *_: (
+            row, block, grid.current(number, lengths, row), 0, 0
+        ),
+    )  # fmt: skip
+    weights = _rows_of_scalars(grid, beta), scalars
+    if log_decay.ndim == 4:
+        return [(grid.flat(log_decay), grid.vectors(grid.size * grid.key_dim)), weights]
+    constants = tpu_sums.constants(pairs, LANES, grid.dtype == jnp.float32)
+    whole = [(x, pl.BlockSpec(x.shape, lambda *_: (0, 0))) for x in constants]
+    return [(_rows_of_scalars(grid, log_decay), scalars), weights, *whole]
 
 
 def _rows_of_scalars(grid: Grid, x: Float[Array, "B T Hv"]) -> Float[Array, "B blocks chunks pairs L"]:

@@ -29,7 +29,7 @@ def test_tpu_decode(tpu, model, batch):
     assert compile_and_check(tpu, model, batch, 1) <= 1.1
 
 
-@pytest.mark.parametrize("model", DELTA_MODELS)
+@pytest.mark.parametrize("model", ["Kimi Linear 48B, a chip of 8", "Qwen3.5, 16 value heads"])
 def test_tpu_prefill(tpu, model):
     assert compile_and_check(tpu, model, 2, PREFILL_TOKENS) <= 1.1
 
