@@ -43,8 +43,8 @@ def gated_delta_case(name: str, batch: int, tokens: int, dtype: Any = jnp.bfloat
     moved = 2 * batch * heads * dim * dim + batch * tokens * heads * dim
     groups = heads // model.key_heads
     if tokens == 1:
-        blocks = heads // tpu_decode.heads_per_block(heads, groups, dim * dim * 4)
-        steps, edges, multiply_adds = batch * blocks, 0, 0
+        steps, multiply_adds = tpu_decode.steps_of(batch, heads, groups, dim * dim * 4).total, 0
+        edges = min(2, steps)  # of two cores
     else:
         blocks = heads // tpu_decode.heads_per_block(heads, groups, dim * dim * 2 * keys.dtype.itemsize)
         edges = batch * blocks

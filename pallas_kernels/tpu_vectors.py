@@ -2,6 +2,7 @@
 
 import functools
 import operator
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -22,30 +23,44 @@ class Dot:
         return jax.lax.dot_general(a, b, numbers, preferred_element_type=jnp.float32, **self._options)
 
 
-class Columns:
+class Spread:
     """Rows of [n, dk] arrays, each as a [dk, dv] matrix with equal columns: what scales the rows of a state.
 
     Broadcasting along lanes would keep the permute unit busy for longer than the states take to arrive. The matrix unit
     is idle, and its product with a 0/1 matrix does it too, exactly: a float32 number is a sum of three bfloat16 ones.
     """
 
-    def __init__(self, arrays: list[Float[Array, "_ dk"]], width: int) -> None:
-        self._width, self._counts = width, [len(x) for x in arrays]
-        self._columns = jnp.concatenate([part for x in arrays for part in bfloat16_parts(x)]).T.astype(jnp.bfloat16)
+    def __init__(self, counts: Sequence[int], width: int) -> None:
+        self._counts, self._width = counts, width
 
-    def __call__(self, *picks: int) -> list[Float[Array, "dk dv"]]:
+    def columns(self, arrays: Sequence[Float[Array, "_ dk"]]) -> Float[Array, "dk _"]:
+        """Of arrays with as many rows as `counts` say: their parts, turned."""
+        return jnp.concatenate([part for x in arrays for part in bfloat16_parts(x)]).T.astype(jnp.bfloat16)
+
+    def __call__(self, columns: Float[Array, "dk _"], picks: Sequence[int]) -> list[Float[Array, "dk dv"]]:
         """Row picks[i] of array i, for all arrays in one product."""
         blocks = [
             [self._selector(count, pick if i == j else -1) for j in range(len(picks))]
             for i, (count, pick) in enumerate(zip(self._counts, picks, strict=True))
         ]
         selector = jnp.concatenate([jnp.concatenate(row, axis=1) for row in blocks])
-        product = jnp.dot(self._columns, selector, preferred_element_type=jnp.float32)
+        product = jnp.dot(columns, selector, preferred_element_type=jnp.float32)
         return [product[:, i * self._width : (i + 1) * self._width] for i in range(len(picks))]
 
     def _selector(self, count: int, pick: int):
         row = jax.lax.broadcasted_iota(jnp.int32, (3 * count, self._width), 0)
         return (row % count == pick).astype(jnp.bfloat16)
+
+
+class Columns:
+    """`Spread` of arrays that are at hand."""
+
+    def __init__(self, arrays: list[Float[Array, "_ dk"]], width: int) -> None:
+        self._spread = Spread([len(x) for x in arrays], width)
+        self._columns = self._spread.columns(arrays)
+
+    def __call__(self, *picks: int) -> list[Float[Array, "dk dv"]]:
+        return self._spread(self._columns, picks)
 
 
 def bfloat16_parts(x: Float[Array, "n d"], count: int = 3) -> list[Float[Array, "n d"]]:

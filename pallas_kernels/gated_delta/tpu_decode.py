@@ -1,12 +1,14 @@
 """One token of the gated delta rule on TPU: states move from pool to VMEM and back once, and nothing else moves.
 
-A grid step takes one row and a block of its value heads. The pipeline fetches the block from the row's read slot and
-writes the new one to its write slot of the same array, so the pool is neither gathered from nor scattered to.
+A grid step takes a block of a row's value heads, or several rows where a row's states are small. Their states are
+copied from read slots and to write slots of the same array (`pallas_kernels/slot_steps_tpu.py`), so the pool is neither
+gathered from nor scattered to. No row may write a slot that another row reads.
 
-The next row's states are fetched while this row's are computed. That is why no row may write a slot that another row
-reads. All arithmetic is float32 on the vector unit.
+Both products with a state are of the decayed one, before the update: S'^T q + (k . q) u is what q reads after it. So
+they need not wait for each other. All arithmetic is float32 on the vector unit.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -15,9 +17,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.tpu_vectors import Columns, normalised
+from pallas_kernels import slot_steps_tpu
+from pallas_kernels.slot_steps_tpu import Steps
+from pallas_kernels.tpu_vectors import Spread, normalised
 
-# States of one grid step. Four such blocks are in VMEM: two on their way in, two on their way out.
+# States of one grid step of the kernels that let the pipeline move them.
 BLOCK_BYTES = 1 << 20
 
 
@@ -31,9 +35,17 @@ def accepts_widths(key_dim: int, value_dim: int) -> str | None:
 
 def heads_per_block(value_heads: int, groups: int, state_bytes: int) -> int:
     """Value heads of a grid step: as many whole groups as fit into `BLOCK_BYTES`, at least one; divides the heads."""
-    key_heads = value_heads // groups
-    fitting = [n for n in range(1, key_heads + 1) if key_heads % n == 0 and n * groups * state_bytes <= BLOCK_BYTES]
-    return groups * max(fitting, default=1)
+    return max((n for n in _sizes(value_heads, groups) if n * state_bytes <= BLOCK_BYTES), default=groups)
+
+
+def steps_of(batch: int, value_heads: int, groups: int, state_bytes: int, cores: int = 1) -> Steps:
+    """Of `decode`, for states of so many bytes a head."""
+    return slot_steps_tpu.plan(batch, value_heads, _sizes(value_heads, groups), state_bytes, cores)
+
+
+def _sizes(value_heads: int, groups: int) -> list[int]:
+    """Whole groups of heads that divide all of them."""
+    return [n for n in range(groups, value_heads + 1, groups) if value_heads % n == 0]
 
 
 def decode(
@@ -53,47 +65,51 @@ def decode(
     """One step; arguments as in `pallas_kernels.gated_delta.gated_delta`, without the axis of tokens."""
     batch, value_heads, value_dim = v.shape
     key_heads, key_dim = q.shape[1:]
-    groups = value_heads // key_heads
-    size = heads_per_block(value_heads, groups, key_dim * value_dim * state.dtype.itemsize)
-    blocks = value_heads // size
-    per_channel = log_decay.ndim == 3
+    groups, state_bytes = value_heads // key_heads, key_dim * value_dim * state.dtype.itemsize
+    steps = steps_of(batch, value_heads, groups, state_bytes, slot_steps_tpu.cores_of(interpret))
+    heads = steps.rows * steps.size
+    keys, per_channel = heads // groups, log_decay.ndim == 3
 
-    def vectors(heads, dim):
-        return pl.BlockSpec((None, None, heads, dim), lambda row, block, *_: (row, block, 0, 0))
+    def vectors(x):
+        """Of steps. Tokens of padding decay by 1 and add 0; the compiler fuses this into what lays them out."""
+        return steps.split(jnp.where(lengths.reshape(-1, *[1] * (x.ndim - 1)) > 0, x, 0))
 
-    scalars = pl.BlockSpec((None, None, 1, size), lambda row, block, *_: (row, block, 0, 0), memory_space=pltpu.SMEM)
-    state_block = (None, None, size, key_dim, value_dim)
-    in_slot = pl.BlockSpec(state_block, lambda row, block, layer, read, *_: (layer[0], read[row], block, 0, 0))
-    out_slot = pl.BlockSpec(state_block, lambda row, block, layer, read, write, _: (layer[0], write[row], block, 0, 0))
+    def scalars(x):
+        return vectors(x.astype(jnp.float32)).reshape(steps.total, 1, heads)
 
-    split = lambda x: x.reshape(batch, blocks, -1, x.shape[-1])  # noqa: E731
-    split_scalars = lambda x: x.reshape(batch, blocks, 1, size).astype(jnp.float32)  # noqa: E731
+    of_heads, anywhere = steps.now(1, heads, memory_space=pltpu.SMEM), pl.BlockSpec(memory_space=pl.ANY)
     states = batch * value_heads
     out, state = pl.pallas_call(
-        _kernel,
+        functools.partial(_kernel, steps),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=4,
-            grid=(batch, blocks),
+            num_scalar_prefetch=3,
+            grid=steps.grid,
             in_specs=[
-                vectors(size // groups, key_dim),
-                vectors(size // groups, key_dim),
-                vectors(size, value_dim),
-                vectors(size, key_dim) if per_channel else scalars,
-                scalars,
-                in_slot,
+                steps.ahead(keys, key_dim),
+                steps.ahead(keys, key_dim),
+                steps.now(heads, value_dim),
+                steps.ahead(heads, key_dim) if per_channel else of_heads,
+                of_heads,
+                anywhere,
             ],
-            out_specs=[vectors(size, value_dim), out_slot],
+            out_specs=[steps.now(heads, value_dim), anywhere],
+            scratch_shapes=[
+                pltpu.VMEM((2, key_dim, 3 * (keys + heads * per_channel)), jnp.bfloat16),
+                pltpu.VMEM((2, key_dim, keys), jnp.float32),
+                pltpu.VMEM((2, keys, value_dim), jnp.float32),
+                *steps.scratch(key_dim, value_dim, dtype=state.dtype),
+            ],
         ),
         out_shape=[
-            jax.ShapeDtypeStruct((batch, blocks, size, value_dim), jnp.float32),
+            jax.ShapeDtypeStruct((steps.total, heads, value_dim), jnp.float32),
             jax.ShapeDtypeStruct(state.shape, state.dtype),
         ],
-        input_output_aliases={9: 1},
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
+        input_output_aliases={8: 1},
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
         cost_estimate=pl.CostEstimate(
             flops=states * 7 * key_dim * value_dim,
             transcendentals=states * (key_dim if per_channel else 1),
-            bytes_accessed=2 * states * key_dim * value_dim * state.dtype.itemsize
+            bytes_accessed=2 * states * state_bytes
             + sum(x.size * x.dtype.itemsize for x in (q, k, v, log_decay, beta))
             + v.size * 4,
         ),
@@ -101,47 +117,50 @@ def decode(
         name="gated_delta_decode",
     )(
         jnp.asarray(layer, jnp.int32).reshape(1),
-        *(x.astype(jnp.int32) for x in (read_slots, write_slots, lengths)),
-        *map(split, (q, k, v)),
-        split(log_decay) if per_channel else split_scalars(log_decay),
-        split_scalars(beta),
+        *map(steps.slots, (read_slots, write_slots)),
+        *map(vectors, (q, k, v)),
+        vectors(log_decay) if per_channel else scalars(log_decay),
+        scalars(beta),
         state,
     )
-    return out.reshape(v.shape), state
+    return steps.join(out), state
 
 
-def _kernel(layer, read_slots, write_slots, lengths, q, k, v, log_decay, beta, state, out, new_state):
-    """Blocks: q, k [hk, dk]; v, out [hv, dv]; log_decay [hv, dk] or [1, hv]; beta [1, hv]; states [hv, dk, dv]."""
-    heads, value_dim = v.shape
-    groups = heads // k.shape[0]
-    per_channel = log_decay.shape == (heads, k.shape[1])
-    valid = lengths[pl.program_id(0)] > 0
+def _kernel(
+    steps, layer, read_slots, write_slots, q, k, v, log_decay, beta, states, out, new_states, columns, queries,
+    overlaps, *scratch,
+):  # fmt: skip
+    """Of a step: q, k [hk, dk]; v, out [hv, dv]; log_decay [hv, dk] or [1, hv]; beta [1, hv]; `states` are whole.
 
-    @pl.when(valid)
-    def _():
+    Made ready, twice: `columns`, keys (and decays) for `spread`; `queries` [dk, hk]; `overlaps`, k . q, [hk, dv].
+    """
+    (heads, value_dim), (keys, key_dim) = v.shape, k.shape
+    per_channel = log_decay.shape == (heads, key_dim)
+    spread = Spread((keys, heads) if per_channel else (keys,), value_dim)
+
+    def slot(states, slots):
+        return lambda row, heads: states.at[layer[0], slots[row], heads]
+
+    def prepare(buffer):
+        query, key = normalised(q[...]) * key_dim**-0.5, normalised(k[...])
+        decays = [jnp.exp(log_decay[...].astype(jnp.float32))] if per_channel else []
+        columns[buffer] = spread.columns([key, *decays])
+        queries[buffer] = query.T
+        overlaps[buffer] = jnp.broadcast_to((query * key).sum(axis=1, keepdims=True), overlaps.shape[1:])
+
+    def work(buffer, state):
         values = v[...].astype(jnp.float32)
-        queries = normalised(q[...]).T * k.shape[1] ** -0.5
-        rows = [normalised(k[...])]
-        if per_channel:
-            rows.append(jnp.exp(log_decay[...].astype(jnp.float32)))
-        columns = Columns(rows, value_dim)
         for head in range(heads):
-            key_head = head // groups
-            if per_channel:
-                key, decay = columns(key_head, head)
-            else:
-                (key,) = columns(key_head)
-                decay = jnp.exp(jnp.full((1, value_dim), log_decay[0, head]))
+            key_head = head * keys // heads
+            picks = (key_head, head) if per_channel else (key_head,)
+            if per_channel or head % (heads // keys) == 0:
+                key, *decays = spread(columns[buffer], picks)
+                query = queries[buffer, :, key_head : key_head + 1]
+            (decay,) = decays if per_channel else [jnp.exp(jnp.full((1, value_dim), log_decay[0, head]))]
             S = decay * state[head].astype(jnp.float32)
             u = beta[0, head] * (values[head : head + 1] - (key * S).sum(axis=0, keepdims=True))
-            S = S + key * u
-            new_state[head] = S.astype(new_state.dtype)
-            out[head : head + 1] = (queries[:, key_head : key_head + 1] * S).sum(axis=0, keepdims=True)
+            seen = (query * S).sum(axis=0, keepdims=True)
+            out[head : head + 1] = seen + overlaps[buffer, key_head : key_head + 1] * u
+            state[head] = (S + key * u).astype(state.dtype)
 
-    @pl.when(jnp.logical_not(valid))
-    def _():
-        out[...] = jnp.zeros_like(out)
-
-        @pl.loop(0, heads)
-        def _(head):
-            new_state[head] = state[head]
+    steps.run(slot(states, read_slots), slot(new_states, write_slots), scratch, prepare, work)

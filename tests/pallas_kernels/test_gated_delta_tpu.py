@@ -10,6 +10,7 @@ from delta_rule_cases import KEY_DIM, KINDS, TOKENS, VALUE_DIM, VALUE_HEADS, exp
 from delta_rule_cases import check as check_run
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels import slot_steps_tpu
 from pallas_kernels.gated_delta import tpu, tpu_decode
 
 # Memory that was never written is NaN to the interpreter.
@@ -44,6 +45,7 @@ def test_one_token_of_padding_copies_its_state_and_leaks_no_nan(kind):
 @pytest.mark.parametrize("tokens", [1, pytest.param(TOKENS, marks=pytest.mark.slow)])
 def test_heads_in_several_blocks(tokens, monkeypatch):
     monkeypatch.setattr(tpu_decode, "BLOCK_BYTES", KEY_DIM * VALUE_DIM * 4)
+    monkeypatch.setattr(slot_steps_tpu, "STEP_BYTES", KEY_DIM * VALUE_DIM * 4)
     run = jax.jit(functools.partial(tpu.gated_delta, interpret=pltpu.InterpretParams()))
     check(make_inputs("per_head", tokens, key_heads=VALUE_HEADS), [3, 1, 5], [2, 6, 4], [tokens] * 3, run=run)
 
@@ -66,7 +68,8 @@ def test_state_in_bfloat16_is_rounded_once():
 
 
 @pytest.mark.slow
-def test_two_cores_share_the_rows_without_a_race(capfd):
+def test_two_cores_share_the_rows_without_a_race(capfd, monkeypatch):
+    monkeypatch.setattr(slot_steps_tpu, "STEP_BYTES", 1)  # a row a step
     params = pltpu.InterpretParams(num_cores_or_threads=2, detect_races=True, random_seed=4)
     run = jax.jit(functools.partial(tpu.gated_delta, interpret=params))
     check(make_inputs("per_channel", 1), [3, 3, 5], [2, 4, 5], [1, 1, 1], run=run)
@@ -74,8 +77,9 @@ def test_two_cores_share_the_rows_without_a_race(capfd):
 
 
 @pytest.mark.slow
-def test_the_race_detector_sees_a_row_that_writes_what_another_reads(capfd):
+def test_the_race_detector_sees_a_row_that_writes_what_another_reads(capfd, monkeypatch):
     """The call that the precondition rules out; shows that the test above can fail."""
+    monkeypatch.setattr(slot_steps_tpu, "STEP_BYTES", 1)  # a row a step
     params = pltpu.InterpretParams(num_cores_or_threads=2, detect_races=True, random_seed=4)
     run = jax.jit(functools.partial(tpu.gated_delta, interpret=params))
     slots = map(jnp.array, ([3, 1, 5], [5, 3, 1], [1, 1, 1]))
