@@ -18,9 +18,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.gated_delta.tpu_decode import BLOCK_BYTES, accepts_widths
+from pallas_kernels.gated_delta.tpu_decode import accepts_widths
 from pallas_kernels.tpu_vectors import Columns, fold, normalised
 
+# States of one grid step: all that a row has of most models, whose token and ring are then worked on together.
+BLOCK_BYTES = 1 << 21
 # A ring's work is unrolled, and folded as one product of the matrix unit.
 MAX_RING = 16
 
