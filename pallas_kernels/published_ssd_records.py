@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.published_case import LAYERS, PREFILL_TOKENS, Case, array, total_bytes
 from pallas_kernels.published_state_space import SSD_MODELS, SsdModel
-from pallas_kernels.ssd import ssd, tpu_prefill
+from pallas_kernels.ssd import ssd, tpu_buffered, tpu_prefill
 from pallas_kernels.ssd.buffered import buffered
 from pallas_kernels.ssd.records import SsdRecords
 from pallas_kernels.ssd.replay import replay
@@ -104,11 +104,12 @@ def ssd_buffered_case(name: str, batch: int, ring_size: int = RING_SIZE) -> Case
         out, state, ring = buffered(*call, read_slots, write_slots, cursors, lengths)
         return out.reshape(*out.shape[:2], -1), state, *ring.leaves()
 
-    states = batch * _state_bytes(model)
+    states, shape = batch * _state_bytes(model), (model.heads, model.groups, model.head_dim, model.state_size)
+    steps = batch * model.heads // heads_per_block(*shape, tpu_buffered.BLOCK_BYTES)
     return Case(
         "ssd", name, "buffered", function,
         (*inputs, _state(model, batch, RING_LAYERS), *ring, array(dtype=jnp.int32), rows, rows, rows, rows),
-        (6, 7, 8, 9), batch, _steps(model, batch), _steps(model, batch) // ring_size,
+        (6, 7, 8, 9), batch, steps, steps // ring_size,
         states + states // ring_size + (ring_size + 1) * record // 2 + total_bytes(*inputs)
         + batch * model.heads * model.head_dim * 4, 0, rare=True,
     )  # fmt: skip

@@ -22,6 +22,8 @@ from pallas_kernels.ssd.tpu_decode import TILE, along_lanes, heads_per_block
 from pallas_kernels.ssd.tpu_verify import accepts_shapes
 from pallas_kernels.tpu_vectors import fold, spread, sums_of_later_rows
 
+# States of one grid step.
+BLOCK_BYTES = 1 << 21
 # A ring is folded as one product of the matrix unit.
 MAX_RING = 16
 
@@ -55,7 +57,7 @@ def buffered(
     """As `pallas_kernels.ssd.buffered.buffered`; `interpret` as of `pallas_call`."""
     batch, _, heads, head_dim = x.shape
     (groups, width), ring_size = B.shape[2:], ring_B.shape[2]
-    size = heads_per_block(heads, groups, head_dim, width)
+    size = heads_per_block(heads, groups, head_dim, width, BLOCK_BYTES)
     rings = ring_B, ring_dt_x, ring_log_decay
 
     def whole(*shape):

@@ -26,14 +26,16 @@ BLOCK_BYTES = 1 << 20
 TILE = 128
 
 
-def heads_per_block(heads: int, groups: int, head_dim: int, state_size: int) -> int:
-    """Heads of a grid step: as many as fit into `BLOCK_BYTES`, whole tiles, and whole groups or a part of one."""
+def heads_per_block(heads: int, groups: int, head_dim: int, state_size: int, block_bytes: int | None = None) -> int:
+    """Heads of a grid step: as many as fit into the bytes (`BLOCK_BYTES`), whole tiles, and whole groups or a part of
+    one."""
     group = heads // groups
     fitting = [
         n for n in range(1, heads + 1)
         if heads % n == 0 and (n % group == 0 or group % n == 0) and n * head_dim % TILE == 0
     ]  # fmt: skip
-    return max((n for n in fitting if n * head_dim * state_size * 4 <= BLOCK_BYTES), default=min(fitting))
+    most = block_bytes or BLOCK_BYTES
+    return max((n for n in fitting if n * head_dim * state_size * 4 <= most), default=min(fitting))
 
 
 def groups_of_block(size: int, heads: int, groups: int) -> tuple[int, int]:
