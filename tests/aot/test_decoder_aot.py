@@ -97,7 +97,7 @@ def test_a_decode_loop_runs_in_kernels_and_copies_neither_state_nor_experts(name
     assert kernels == dict.fromkeys(operators, "pallas")
     assert memory.alias_size_in_bytes >= pool
     # All states of one leaf, or one layer's experts, would be more.
-    assert memory.temp_size_in_bytes < 64 << 20
+    assert memory.temp_size_in_bytes < 96 << 20
 
 
 @pytest.mark.parametrize(("name", "layers", "_", "operators"), MODELS)
