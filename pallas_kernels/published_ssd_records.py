@@ -1,5 +1,6 @@
 """Published models' shapes for Mamba-2's other forms: prefill with checkpoints, verify, replay, buffered decode."""
 
+import math
 from typing import Any
 
 import jax
@@ -7,11 +8,12 @@ import jax.numpy as jnp
 
 from pallas_kernels.published_case import LAYERS, PREFILL_TOKENS, Case, array, total_bytes
 from pallas_kernels.published_state_space import SSD_MODELS, SsdModel
-from pallas_kernels.ssd import ssd, tpu_buffered, tpu_prefill
+from pallas_kernels.ssd import ssd, tpu_buffered
 from pallas_kernels.ssd.buffered import buffered
 from pallas_kernels.ssd.records import SsdRecords
 from pallas_kernels.ssd.replay import replay
 from pallas_kernels.ssd.tpu_decode import heads_per_block
+from pallas_kernels.ssd.tpu_grid import Grid
 from pallas_kernels.ssd.verify import verify
 from pallas_kernels.tpu_sums import CHUNK
 
@@ -127,9 +129,9 @@ def ssd_checkpoints_case(name: str, batch: int, tokens: int = PREFILL_TOKENS, ch
         out, state = ssd(*_by_head(model, *inputs), state, layer, reads, writes, lengths, **options)
         return out.reshape(*out.shape[:2], -1), state
 
-    steps = batch * model.heads // tpu_prefill.heads_per_block(
-        model.heads, model.groups, model.head_dim, model.state_size, 2
-    ) * -(-tokens // CHUNK)  # fmt: skip
+    steps = math.prod(
+        Grid(batch, tokens, model.heads, model.groups, model.head_dim, model.state_size, jnp.bfloat16).steps
+    )
     return Case(
         "ssd", name, "prefill", function,
         (*inputs, _state(model, batch), array(dtype=jnp.int32), rows, rows, rows, numbers, numbers), len(inputs),

@@ -1,17 +1,20 @@
-"""Published state space models' shapes: what is compiled ahead of time and counted of `ssd` and `selective_scan`.
+"""Published state space models' shapes: what is compiled ahead of time and counted.
 
 The channels of a token lie side by side, and a decode step has no axis of tokens, as compilers have it in layers.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
 
+from pallas_kernels.conv_ssd import conv_ssd
 from pallas_kernels.published_case import DECODE_BATCHES, LAYERS, PREFILL_TOKENS, Case, array, total_bytes
 from pallas_kernels.selective_scan import selective_scan
 from pallas_kernels.selective_scan import tpu as scan_tpu
-from pallas_kernels.ssd import ssd, tpu_decode, tpu_prefill
+from pallas_kernels.ssd import ssd, tpu_decode
+from pallas_kernels.ssd.tpu_grid import Grid
 from pallas_kernels.tpu_sums import CHUNK
 
 
@@ -53,10 +56,9 @@ def ssd_case(name: str, batch: int, tokens: int, dtype: Any = jnp.bfloat16) -> C
     if tokens == 1:
         steps, edges, multiply_adds = batch * (model.heads // tpu_decode.heads_per_block(*shape)), 0, 0
     else:
-        edges = batch * (model.heads // tpu_prefill.heads_per_block(*shape, inputs[0].dtype.itemsize))
-        steps = edges * -(-tokens // CHUNK)
-        # A token: a product with the state, and one into it; with half a chunk of others, of B and C and of the values.
-        multiply_adds = batch * tokens * (channels * (2 * model.state_size + CHUNK // 2) + shared * CHUNK // 2)
+        grid = Grid(batch, tokens, *shape, dtype)
+        edges, steps = batch * grid.blocks, math.prod(grid.steps)
+        multiply_adds = ssd_multiply_adds(model, batch * tokens)
 
     def run(x, dt, A, B, C, D, state, *slots):
         x, B, C = (
@@ -72,6 +74,39 @@ def ssd_case(name: str, batch: int, tokens: int, dtype: Any = jnp.bfloat16) -> C
         2 * 4 * batch * channels * model.state_size + total_bytes(*inputs) + 4 * batch * tokens * channels,
         multiply_adds,
     )  # fmt: skip
+
+
+def conv_ssd_case(name: str, batch: int, tokens: int, dtype: Any = jnp.bfloat16) -> Case:
+    """A prefill by `conv_ssd` with inputs, filters, biases and convolutions' states of this dtype."""
+    model, taps, rows = SSD_MODELS[name], 4, array(batch, dtype=jnp.int32)
+    widths = (model.heads * model.head_dim, 2 * model.groups * model.state_size)
+    inputs = [array(batch, tokens, width, dtype=dtype) for width in widths]
+    filters = [array(width, *of, dtype=dtype) for of in ((taps,), ()) for width in widths]
+    conv_states = [array(LAYERS, batch + 2, taps - 1, width, dtype=dtype) for width in widths]
+    decays = (array(batch, tokens, model.heads), array(model.heads), array(model.heads))
+    state = array(LAYERS, batch + 2, model.heads, model.head_dim, model.state_size)
+    grid = Grid(batch, tokens, model.heads, model.groups, model.head_dim, model.state_size, dtype)
+
+    def run(x, bc, x_filter, bc_filter, x_bias, bc_bias, conv_x, conv_bc, *rest):
+        pairs = (x, bc), (x_filter, bc_filter), (x_bias, bc_bias), (conv_x, conv_bc)
+        out, conv_states, state = conv_ssd(*pairs, *rest)
+        return out.reshape(x.shape), *conv_states, state
+
+    states = 2 * batch * (4 * math.prod(state.shape[2:]) + (taps - 1) * sum(widths) * inputs[0].dtype.itemsize)
+    return Case(
+        "conv_ssd", name, "prefill", run,
+        (*inputs, *filters, *conv_states, *decays, state, array(dtype=jnp.int32), *[rows] * 3), (6, 7, 11),
+        batch * tokens, math.prod(grid.steps), batch * grid.blocks,
+        states + total_bytes(inputs[0], *inputs, *filters, *decays),
+        ssd_multiply_adds(model, batch * tokens),
+    )  # fmt: skip
+
+
+def ssd_multiply_adds(model: SsdModel, tokens: int) -> int:
+    """Of a prefill's products: a token's with the state, and one into it; with half a chunk of others, of B and C and
+    of the values."""
+    channels, shared = model.heads * model.head_dim, model.groups * model.state_size
+    return tokens * (channels * (2 * model.state_size + CHUNK // 2) + shared * CHUNK // 2)
 
 
 def selective_scan_case(name: str, batch: int, tokens: int) -> Case:
@@ -103,5 +138,6 @@ def state_space_cases() -> list[Case]:
     forms = [(batch, 1) for batch in DECODE_BATCHES] + [(1, PREFILL_TOKENS)]
     return [
         *(ssd_case(name, *form) for name in SSD_MODELS for form in forms),
+        *(conv_ssd_case(name, 1, PREFILL_TOKENS) for name in SSD_MODELS),
         *(selective_scan_case(name, *form) for name in SCAN_MODELS for form in forms),
     ]

@@ -91,7 +91,7 @@ class Sums:
         return jnp.exp2(spread[:, -2 * lanes : -lanes] + spread[:, -lanes:])
 
 
-def by_pair(dt: Any, chunk: Int[Array, ""]) -> Float[Array, "pairs LANES"]:
+def by_pair(dt: Any, chunk: int | Int[Array, ""]) -> Float[Array, "pairs LANES"]:
     """One of two neighbouring chunks of a reference [heads, LANES], two heads side by side."""
     even, odd = (dt[pl.ds(head, dt.shape[0] // 2, stride=2)] for head in range(2))
     low = jax.lax.broadcasted_iota(jnp.int32, even.shape, 1) < CHUNK

@@ -12,9 +12,7 @@ from jaxhybrid.layers.linear import Linear
 from jaxhybrid.layers.norm import rms_norm
 from jaxhybrid.layers.parameter import parameter
 from jaxhybrid.layers.step import Step
-from pallas_kernels.partition import own_heads
-from pallas_kernels.short_conv import short_conv
-from pallas_kernels.ssd import ssd
+from pallas_kernels.conv_ssd import conv_ssd
 
 
 class Mamba2(nnx.Module):
@@ -48,14 +46,11 @@ class Mamba2(nnx.Module):
         slots = (index, address.read_slots, address.write_slots, address.lengths)
         inner, groups = spec.intermediate_size, spec.n_groups
         z, values, shared, dt = self._projected(x)
-        x_bias, bc_bias = (self.conv_x_bias[...], self.conv_bc_bias[...]) if spec.conv_bias else (None, None)
-        values, conv_x = short_conv(values, self.conv_x[...], state["conv_x"], *slots, x_bias)
-        shared, conv_bc = short_conv(shared, self.conv_bc[...], state["conv_bc"], *slots, bc_bias, axis="_")
-        B, C = jnp.moveaxis(shared.reshape(rows, steps, 2, groups, spec.state_size), 2, 0)
+        biases = (self.conv_x_bias[...], self.conv_bc_bias[...]) if spec.conv_bias else None
         dt = jax.nn.softplus(dt.astype(jnp.float32) + self.dt_bias[...]).clip(*spec.time_step_limit)
-        out, recurrent = ssd(
-            values.reshape(rows, steps, spec.num_heads, spec.head_dim), dt, -jnp.exp(self.A_log[...]),
-            own_heads(B, 2), own_heads(C, 2), self.D[...], state["recurrent"], *slots,
+        out, (conv_x, conv_bc), recurrent = conv_ssd(
+            (values, shared), (self.conv_x[...], self.conv_bc[...]), biases, (state["conv_x"], state["conv_bc"]),
+            dt, -jnp.exp(self.A_log[...]), self.D[...], state["recurrent"], *slots,
         )  # fmt: skip
         out = out.reshape(rows, steps, inner) * jax.nn.silu(z.astype(jnp.float32))
         if spec.norm:

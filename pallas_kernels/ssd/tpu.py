@@ -6,7 +6,8 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.ssd import tpu_decode, tpu_prefill
 from pallas_kernels.ssd.tpu_decode import TILE
-from pallas_kernels.tpu_sums import CHUNK
+from pallas_kernels.ssd.tpu_inputs import Given
+from pallas_kernels.tpu_sums import CHUNK, LANES
 
 
 def accepts(
@@ -21,9 +22,16 @@ def accepts(
         return f"head_dim {head_dim} is not 16, 32, 64 or a multiple of {TILE}"
     if heads // groups * head_dim % TILE:
         return f"{heads // groups} heads of {head_dim} a group are not a multiple of {TILE}"
-    if chunked and head_dim % CHUNK:
+    return accepts_chunks(heads, head_dim, groups, width) if chunked else None
+
+
+def accepts_chunks(heads: int, head_dim: int, groups: int, state_size: int) -> str | None:
+    """Why several tokens of such heads cannot be run, or None."""
+    if state_size % LANES:
+        return f"state_size {state_size} is not a multiple of {LANES}"
+    if head_dim % CHUNK:
         return f"head_dim {head_dim} is not a multiple of {CHUNK}, for several tokens"
-    if chunked and heads // groups % 2:
+    if heads // groups % 2:
         return f"{heads // groups} heads a group are not even, for several tokens"
     return None
 
@@ -51,7 +59,8 @@ def ssd(
     if checkpoint_lengths is not None and checkpoint_slots is not None:
         checkpoints = checkpoint_lengths, checkpoint_slots
     if x.shape[1] > 1 or checkpoints is not None:
-        return tpu_prefill.prefill(x, dt, A, B, C, D, state, *slots, checkpoints, interpret=interpret)
+        out, (state,) = tpu_prefill.prefill(Given(x, B, C), dt, A, D, state, *slots, checkpoints, interpret=interpret)
+        return out, state
     token = (x[:, 0], dt[:, 0], A, B[:, 0], C[:, 0], D)
     out, state = tpu_decode.decode(*token, state, *slots, interpret=interpret)
     return out[:, None], state

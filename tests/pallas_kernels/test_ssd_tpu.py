@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.ssd import reference, tpu, tpu_decode, tpu_prefill
+from pallas_kernels.ssd import reference, tpu, tpu_decode, tpu_grid
 
 BATCH, HEADS, HEAD_DIM, GROUPS, STATE, LAYERS, SLOTS = 3, 8, 64, 2, 128, 2, 7
 TOKENS = 130
@@ -130,7 +130,7 @@ def test_padding_in_chunks_may_hold_nan():
 )
 def test_chunks_of_other_shapes(heads, head_dim, groups, state, monkeypatch):
     """Heads wider than a chunk is long; blocks of a part of a group, and of several."""
-    monkeypatch.setattr(tpu_prefill, "BLOCK_BYTES", 8 * head_dim * state * 8)
+    monkeypatch.setattr(tpu_grid, "BLOCK_BYTES", 8 * head_dim * state * 8)
     run = jax.jit(functools.partial(tpu.ssd, interpret=pltpu.InterpretParams()))
     shape = {"heads": heads, "head_dim": head_dim, "state": state}
     inputs = make_inputs(TOKENS, groups=groups, **shape)
