@@ -137,7 +137,8 @@ def state_space_cases() -> list[Case]:
     """What the TPU kernels are counted on."""
     forms = [(batch, 1) for batch in DECODE_BATCHES] + [(1, PREFILL_TOKENS)]
     return [
-        *(ssd_case(name, *form) for name in SSD_MODELS for form in forms),
+        *(ssd_case(name, batch, 1) for name in SSD_MODELS for batch in DECODE_BATCHES),
+        ssd_case("Nemotron 3 Nano 30B", 1, PREFILL_TOKENS),
         *(conv_ssd_case(name, 1, PREFILL_TOKENS) for name in SSD_MODELS),
         *(selective_scan_case(name, *form) for name in SCAN_MODELS for form in forms),
     ]
