@@ -14,9 +14,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
-from pallas_kernels.tpu_sums import CHUNK, LANES
+from pallas_kernels.tpu_sums import CHUNK, LANES, valid_lanes
 from pallas_kernels.tpu_vectors import bfloat16_parts
 
 _LOG2_E = 1.4426950408889634
@@ -61,7 +61,7 @@ class Decays:
 
     def prepare(self, dt: Float[Array, "pairs LANES"], A: Float[Array, "pairs LANES"], left: Int[Array, ""]) -> None:
         """Fills the rows, of which `left` tokens are valid."""
-        dt = jnp.where(_valid_lanes(left), dt, 0)
+        dt = jnp.where(valid_lanes(left), dt, 0)
         count = self._words.shape[1] // LANES
         log_decays = jnp.maximum(dt * A * _LOG2_E, _LEAST)
         split = jnp.concatenate(bfloat16_parts(log_decays, count), axis=1).astype(jnp.bfloat16)
@@ -87,8 +87,3 @@ def _upto_words() -> Int[Array, "CHUNK/2 LANES"]:
     row, lane = (jax.lax.broadcasted_iota(jnp.int32, (CHUNK // 2, LANES), axis) for axis in (0, 1))
     lane = lane % CHUNK
     return jnp.where(lane <= 2 * row, -1, jnp.where(lane <= 2 * row + 1, -65536, 0))
-
-
-def _valid_lanes(left: Int[Array, ""]) -> Bool[Array, "1 LANES"]:
-    """Whether a token, one of two heads', is among the first `left`."""
-    return jax.lax.broadcasted_iota(jnp.int32, (1, LANES), 1) % CHUNK < left
