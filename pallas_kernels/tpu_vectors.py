@@ -23,6 +23,10 @@ class Dot:
         return jax.lax.dot_general(a, b, numbers, preferred_element_type=jnp.float32, **self._options)
 
 
+# Of a matrix unit, or half of it: columns of a left factor that one pass takes.
+_DEPTH = 128
+
+
 class Spread:
     """Rows of [n, dk] arrays, each as a [dk, dv] matrix with equal columns: what scales the rows of a state.
 
@@ -31,25 +35,44 @@ class Spread:
     """
 
     def __init__(self, counts: Sequence[int], width: int) -> None:
-        self._counts, self._width = counts, width
+        self._counts, self._width = tuple(counts), width
+        # Where one pass of the matrix unit does not take all rows, it takes a group of them.
+        rows = self._counts[0]
+        fitting = [n for n in range(1, rows + 1) if rows % n == 0 and n * 3 * len(self._counts) <= _DEPTH]
+        apart = len(set(self._counts)) == 1 and sum(self._counts) * 3 > _DEPTH and fitting
+        self._groups = rows // max(fitting) if apart else 1
 
-    def columns(self, arrays: Sequence[Float[Array, "_ dk"]]) -> Float[Array, "dk _"]:
-        """Of arrays with as many rows as `counts` say: their parts, turned."""
-        return jnp.concatenate([part for x in arrays for part in bfloat16_parts(x)]).T.astype(jnp.bfloat16)
+    @property
+    def depth(self) -> int:
+        """Columns of `columns`."""
+        return 3 * sum(self._counts) if self._groups == 1 else self._groups * _DEPTH
 
-    def __call__(self, columns: Float[Array, "dk _"], picks: Sequence[int]) -> list[Float[Array, "dk dv"]]:
-        """Row picks[i] of array i, for all arrays in one product."""
-        blocks = [
-            [self._selector(count, pick if i == j else -1) for j in range(len(picks))]
-            for i, (count, pick) in enumerate(zip(self._counts, picks, strict=True))
+    def columns(self, arrays: Sequence[Float[Array, "_ dk"]]) -> Float[Array, "dk depth"]:
+        """Of arrays with as many rows as `counts` say: their parts, turned; a group of rows after the other."""
+        split = [part for x in arrays for part in bfloat16_parts(x)]
+        if self._groups == 1:
+            return jnp.concatenate(split).T.astype(jnp.bfloat16)
+        rows = self._counts[0] // self._groups
+        filling = jnp.zeros((_DEPTH - rows * len(split), split[0].shape[1]), jnp.float32)
+        groups = [
+            x for first in range(0, self._counts[0], rows) for x in [*(p[first : first + rows] for p in split), filling]
         ]
-        selector = jnp.concatenate([jnp.concatenate(row, axis=1) for row in blocks])
-        product = jnp.dot(columns, selector, preferred_element_type=jnp.float32)
-        return [product[:, i * self._width : (i + 1) * self._width] for i in range(len(picks))]
+        return jnp.concatenate([x for x in groups if len(x)]).T.astype(jnp.bfloat16)
 
-    def _selector(self, count: int, pick: int):
-        row = jax.lax.broadcasted_iota(jnp.int32, (3 * count, self._width), 0)
-        return (row % count == pick).astype(jnp.bfloat16)
+    def __call__(self, columns: Float[Array, "dk depth"], picks: Sequence[int]) -> list[Float[Array, "dk dv"]]:
+        """Row picks[i] of array i, for all arrays in one product; rows of one group, where there are several."""
+        counts = [count // self._groups for count in self._counts]
+        (group,) = {pick // count for pick, count in zip(picks, counts, strict=True)} if self._groups > 1 else {0}
+        depth = self.depth // self._groups
+        row = jax.lax.broadcasted_iota(jnp.int32, (depth, self._width), 0)
+        starts = [3 * sum(counts[:i]) for i in range(len(counts))]
+        selectors = []
+        for start, count, pick in zip(starts, counts, picks, strict=True):
+            own = jnp.where((row >= start) & (row < start + 3 * count), (row - start) % count, -1)
+            selectors.append((own == pick % count).astype(jnp.bfloat16))
+        own_columns = columns[:, group * depth : (group + 1) * depth]
+        product = jnp.dot(own_columns, jnp.concatenate(selectors, axis=1), preferred_element_type=jnp.float32)
+        return [product[:, i * self._width : (i + 1) * self._width] for i in range(len(picks))]
 
 
 class Columns:

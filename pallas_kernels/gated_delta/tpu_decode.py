@@ -94,7 +94,7 @@ def decode(
             ],
             out_specs=[steps.now(heads, value_dim), anywhere],
             scratch_shapes=[
-                pltpu.VMEM((2, key_dim, 3 * (keys + heads * per_channel)), jnp.bfloat16),
+                pltpu.VMEM((2, key_dim, _spread(keys, heads, per_channel, value_dim).depth), jnp.bfloat16),
                 pltpu.VMEM((2, key_dim, keys), jnp.float32),
                 pltpu.VMEM((2, keys, value_dim), jnp.float32),
                 *steps.scratch(key_dim, value_dim, dtype=state.dtype),
@@ -126,6 +126,11 @@ def decode(
     return steps.join(out), state
 
 
+def _spread(keys: int, heads: int, per_channel: bool, value_dim: int) -> Spread:
+    """Of a step's keys and, per channel, decays."""
+    return Spread((keys, heads) if per_channel else (keys,), value_dim)
+
+
 def _kernel(
     steps, layer, read_slots, write_slots, q, k, v, log_decay, beta, states, out, new_states, columns, queries,
     overlaps, *scratch,
@@ -136,7 +141,7 @@ def _kernel(
     """
     (heads, value_dim), (keys, key_dim) = v.shape, k.shape
     per_channel = log_decay.shape == (heads, key_dim)
-    spread = Spread((keys, heads) if per_channel else (keys,), value_dim)
+    spread = _spread(keys, heads, per_channel, value_dim)
 
     def slot(states, slots):
         return lambda row, heads: states.at[layer[0], slots[row], heads]
