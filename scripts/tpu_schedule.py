@@ -3,7 +3,7 @@
 python scripts/tpu_schedule.py --parts=tpu-v6e --operators=ssd
 python scripts/tpu_schedule.py --write    # all parts, ten minutes each; into docs/schedules/ and docs/kernels.md
 
-The compiler writes gigabytes of text on the way: a TMPDIR in memory makes that several times as fast.
+The compiler writes gigabytes of text on the way: give it a TMPDIR in memory.
 
 Needs the extra `aot`; no TPU. Nothing here is a measured time: a kernel takes at least the longest of the three bounds.
 """
