@@ -26,10 +26,7 @@ from pallas_kernels.tpu_sums import CHUNK, LANES
 
 def accepts(inputs: Array, filters: Array, conv_states: tuple[Array, ...], *rest: Any, **__: Any) -> str | None:
     """Why the kernel cannot run these arguments of `conv_gated_delta`, or None."""
-    taps, state = filters.shape[-1], rest[2]
-    if not 2 <= taps <= tpu_window.TILE + 1:
-        return f"{taps} taps are not 2 to {tpu_window.TILE + 1}"
-    return tpu_decode.accepts_widths(*state.shape[3:])
+    return tpu_window.refusal(filters.shape[-1]) or tpu_decode.accepts_widths(*rest[2].shape[3:])
 
 
 def conv_gated_delta(
@@ -153,8 +150,4 @@ class _Window:
         return q, [place + grid.key_dim for place in q], v
 
     def _activations(self, chunk: int, first: int, width: int) -> Float[Array, "C {width}"]:
-        parts = [
-            self.window.activations(channel // LANES, self.filters, self.grid.dtype, chunk * CHUNK, CHUNK)
-            for channel in range(first, first + width, LANES)
-        ]
-        return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
+        return self.window.wide_activations(first, width, self.filters, self.grid.dtype, chunk * CHUNK, CHUNK)

@@ -30,10 +30,10 @@ def accepts(
     D: Array, state: Array, *_: Any, **__: Any,
 ) -> str | None:  # fmt: skip
     """Why the kernel cannot run these arguments of `conv_ssd`, or None."""
-    taps, (heads, head_dim, width) = filters[0].shape[1], state.shape[2:]
-    if not 2 <= taps <= tpu_window.TILE + 1:
-        return f"{taps} taps are not 2 to {tpu_window.TILE + 1}"
-    return accepts_chunks(heads, head_dim, inputs[1].shape[2] // (2 * width), width)
+    heads, head_dim, width = state.shape[2:]
+    return tpu_window.refusal(filters[0].shape[1]) or accepts_chunks(
+        heads, head_dim, inputs[1].shape[2] // (2 * width), width
+    )
 
 
 def conv_ssd(
@@ -204,8 +204,4 @@ class _Window:
         return [pl.ds(pl.multiple_of(start, LANES), self.grid.shared) for start in starts]
 
     def _activations(self, chunk: int, first: int, width: int) -> Float[Array, "CHUNK {width}"]:
-        parts = [
-            self.window.activations(channel // LANES, self.filters, self.grid.dtype, chunk * CHUNK, CHUNK)
-            for channel in range(first, first + width, LANES)
-        ]
-        return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
+        return self.window.wide_activations(first, width, self.filters, self.grid.dtype, chunk * CHUNK, CHUNK)

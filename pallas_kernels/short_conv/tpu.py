@@ -20,8 +20,6 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.short_conv import tpu_decode, tpu_window
 from pallas_kernels.short_conv.tpu_window import Window
 
-# Rows of a sublane tile: tokens begin there in the window, so that they are stored as whole tiles.
-_TILE = 8
 _TOKENS = 256
 # Elements of a block of tokens x channels.
 _ELEMENTS = 1 << 18
@@ -32,9 +30,7 @@ def accepts(x: Array, weight: Array, state: Array, *_: Any, **__: Any) -> str | 
     channels, taps = weight.shape
     if channels % 128:
         return f"{channels} channels are not a multiple of 128"
-    if not 2 <= taps <= _TILE + 1:
-        return f"{taps} taps are not 2 to {_TILE + 1}"
-    return None
+    return tpu_window.refusal(taps)
 
 
 def short_conv(

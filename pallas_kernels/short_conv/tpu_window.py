@@ -25,6 +25,11 @@ from pallas_kernels.tpu_sums import LANES
 TILE = 8
 
 
+def refusal(taps: int) -> str | None:
+    """Why a window cannot hold what so many taps need before a block, or None."""
+    return None if 2 <= taps <= TILE + 1 else f"{taps} taps are not 2 to {TILE + 1}"
+
+
 def scratch(tokens: int, channels: int) -> Any:
     """VMEM for a window."""
     return pltpu.VMEM((channels // LANES, TILE + tokens, LANES), jnp.float32)
@@ -66,6 +71,14 @@ class Window:
         start, own = TILE - self.past + first, _lanes(number)
         rows = [self.inputs[number, start + tap : start + tap + size] for tap in range(self.past + 1)]
         return silu_of_sum(rows, filters[:, own], dtype)
+
+    def wide_activations(
+        self, channel: int, width: int, filters: Any, dtype: Any, first: int, tokens: int
+    ) -> Float[Array, "T {width}"]:
+        """`activations` of so many channels from the given one on, multiples of 128."""
+        numbers = range(channel // LANES, (channel + width) // LANES)
+        parts = [self.activations(number, filters, dtype, first, tokens) for number in numbers]
+        return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
 
 
 def filters_of(weight: Float[Array, "C K"], bias: Float[Array, " C"] | None, dtype: Any) -> Float[Array, "_ C"]:
