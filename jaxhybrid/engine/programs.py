@@ -40,6 +40,7 @@ class DecodeOutput:
 class _Loop:
     step: Int[Array, ""]
     pool: PoolArrays
+    logits: Float[Array, "B V"]
     address: BatchAddress
     live: Bool[Array, " B"]
     output: DecodeOutput
@@ -108,19 +109,18 @@ def decode(
     seen, made = counts if counts is not None else (None, None)
 
     def body(loop: _Loop) -> _Loop:
-        logits = loop.pool["output"]["logits"][0, loop.address.read_slots]
         wanted = forced[:, loop.step]
-        choices = logits
+        choices = loop.logits
         if decoder.config.vision is not None:  # no text has an image's placeholder in it
-            choices = logits.at[:, decoder.config.vision.placeholder_ids].set(-jnp.inf)
+            choices = choices.at[:, decoder.config.vision.placeholder_ids].set(-jnp.inf)
         token = choose_tokens(choices, controls, mode, loop.address.starts, loop.seen, loop.made)
         token = jnp.where(wanted >= 0, wanted, token)
         stops = loop.live & (wanted < 0) & (token[:, None] == controls.stop_token_ids).any(axis=1)
-        output = _record(loop, token, logits, stops)
+        output = _record(loop, token, stops)
         going = loop.live & ~stops
         address = _only(loop.address, going)
         hidden, pool = decoder.trunk(jnp.where(going, token, 0)[:, None], loop.pool, address)
-        pool = _keep_logits(pool, decoder.logits(hidden[:, 0]), address)
+        logits = jnp.where(going[:, None], decoder.logits(hidden[:, 0]), loop.logits)
         output = replace(output, made=output.made + going)
         counted = [_count(count, token, going) for count in (loop.seen, loop.made)]
         after = replace(
@@ -128,17 +128,17 @@ def decode(
             starts=loop.address.starts + going,
             read_slots=jnp.where(going, loop.address.write_slots, loop.address.read_slots),
         )
-        return _Loop(loop.step + 1, pool, after, going & (output.made < budget), output, *counted)
+        return _Loop(loop.step + 1, pool, logits, after, going & (output.made < budget), output, *counted)
 
-    start = _Loop(jnp.int32(0), pool, address, budget > 0, empty, seen, made)
+    # Logits are the loop's own meanwhile: XLA would copy those of all slots at every step on a TPU.
+    logits = pool["output"]["logits"][0, address.read_slots]
+    start = _Loop(jnp.int32(0), pool, logits, address, budget > 0, empty, seen, made)
     end = jax.lax.while_loop(lambda loop: (loop.step < steps) & loop.live.any(), body, start)
-    return end.output, end.pool
+    return end.output, _keep_logits(end.pool, end.logits, _only(end.address, end.output.made > 0))
 
 
-def _record(
-    loop: _Loop, token: Int[Array, " B"], logits: Float[Array, "B V"], stops: Bool[Array, " B"]
-) -> DecodeOutput:
-    log_prob = jnp.take_along_axis(jax.nn.log_softmax(logits), token[:, None], axis=-1)[:, 0]
+def _record(loop: _Loop, token: Int[Array, " B"], stops: Bool[Array, " B"]) -> DecodeOutput:
+    log_prob = jnp.take_along_axis(jax.nn.log_softmax(loop.logits), token[:, None], axis=-1)[:, 0]
     output = loop.output
     return replace(
         output,
