@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from pallas_kernels.grouped_matmul import routed_experts, tpu
+from pallas_kernels.grouped_matmul import routed_experts, tpu_expert
 from pallas_kernels.published_case import DECODE_BATCHES, LAYERS, PREFILL_TOKENS, Case
 
 
@@ -37,7 +37,7 @@ def routed_experts_case(name: str, tokens: int) -> Case:
     model = EXPERT_MODELS[name]
     assignments = tokens * model.chosen
     used, matrix = min(model.experts, assignments), model.inner * model.width
-    rows, block = tpu.tiling(assignments, model.experts, model.inner, model.width, 6 * model.width)
+    rows, block = tpu_expert.tiling(assignments, model.experts, model.inner, model.width, 6 * model.width)
     parts = -(-model.inner // block)
 
     def array(*shape, dtype=jnp.bfloat16):

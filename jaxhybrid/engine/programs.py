@@ -116,7 +116,8 @@ def decode(
         token = choose_tokens(choices, controls, mode, loop.address.starts, loop.seen, loop.made)
         token = jnp.where(wanted >= 0, wanted, token)
         stops = loop.live & (wanted < 0) & (token[:, None] == controls.stop_token_ids).any(axis=1)
-        output = _record(loop, token, stops)
+        # Done with these logits, so that the next ones can take their place.
+        token, output = jax.lax.optimization_barrier((token, _record(loop, token, stops)))
         going = loop.live & ~stops
         address = _only(loop.address, going)
         hidden, pool = decoder.trunk(jnp.where(going, token, 0)[:, None], loop.pool, address)

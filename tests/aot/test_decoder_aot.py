@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from functools import partial
 from pathlib import Path
 
@@ -82,6 +83,11 @@ def compile_decode(part: aot.Part, name: str, layers: int, chips: int):
     return compiled, {choice.operator: choice.implementation for choice in recorder.choices()}, size
 
 
+def vocabulary(name: str) -> int:
+    path = CONFIGS / f"{name}.json"
+    return translate(read_json_object(path), str(path)).vocab_size
+
+
 MODELS = [
     ("kimi-linear-48b-a3b", 9, 4, {"short_conv", "gated_delta", "latent_attention", "routed_experts"}),
     ("qwen3-next-80b-a3b", 8, 4, {"short_conv", "gated_delta", "paged_attention", "routed_experts"}),
@@ -97,7 +103,9 @@ def test_a_decode_loop_runs_in_kernels_and_copies_neither_state_nor_experts(name
     assert kernels == dict.fromkeys(operators, "pallas")
     assert memory.alias_size_in_bytes >= pool
     # All states of one leaf, or one layer's experts, would be more.
-    assert memory.temp_size_in_bytes < 96 << 20
+    assert memory.temp_size_in_bytes < 64 << 20
+    # A copy between memories is `copy-start`: the compiler keeps arrays of few slots in VMEM.
+    assert re.findall(rf"= \w+\[(?:\d+,)?(?:{SLOTS}|{PAGES}),.* copy\(.*", compiled.as_text()) == []
 
 
 @pytest.mark.parametrize(("name", "layers", "_", "operators"), MODELS)
@@ -106,5 +114,5 @@ def test_a_decode_loop_on_a_gpu_copies_neither_state_nor_weights(name, layers, _
     memory = compiled.memory_analysis()
     assert kernels == dict.fromkeys(operators, "pallas")
     assert memory.alias_size_in_bytes >= pool
-    # Logits. One layer's projections are about as much, its experts 2.5 GB and more.
-    assert memory.temp_size_in_bytes < 64 << 20
+    # Besides the rows' logits. One layer's projections are more, its experts 2.5 GB and more.
+    assert memory.temp_size_in_bytes - ROWS * 4 * vocabulary(name) < 48 << 20

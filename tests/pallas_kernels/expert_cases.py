@@ -22,10 +22,13 @@ def squared_relu(gate, up):
 
 
 expected = jax.jit(reference.routed_experts, static_argnames=["activation"])
-MODULES = {"tpu": tpu, "gpu": gpu}
+MODULES = {"tpu": tpu, "tpu, many tokens": tpu, "gpu": gpu}
+INTERPRETERS = {tpu: pltpu.InterpretParams(), gpu: True}
 KERNELS = {
-    name: jax.jit(functools.partial(module.routed_experts, interpret=interpret), static_argnames=["activation"])
-    for (name, module), interpret in zip(MODULES.items(), (pltpu.InterpretParams(), True), strict=True)
+    name: jax.jit(
+        functools.partial(module.routed_experts, interpret=INTERPRETERS[module]), static_argnames=["activation"]
+    )
+    for name, module in MODULES.items()
 }
 
 

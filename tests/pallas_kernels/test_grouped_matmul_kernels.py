@@ -17,11 +17,13 @@ from expert_cases import (
     swiglu,
 )
 
-from pallas_kernels.grouped_matmul import ExpertBiases
+from pallas_kernels.grouped_matmul import ExpertBiases, tpu_few
 
 
 @pytest.fixture(params=sorted(KERNELS))
-def platform(request):
+def platform(request, monkeypatch):
+    if request.param == "tpu, many tokens":
+        monkeypatch.setattr(tpu_few, "fits", lambda x: False)
     return request.param
 
 
@@ -83,3 +85,10 @@ def test_what_cannot_be_tiled_is_refused(platform):
     assert accepts(x, ids, weights, tuple(gate), tuple(up), tuple(down), valid) == (
         "expert weights come as tuples, not stacked"
     )
+
+
+def test_a_token_that_is_not_a_number_spoils_no_other(kernel):
+    x, *rest = make_call(9)
+    out, right = (np.asarray(kernel(rows, *rest, activation=swiglu)) for rows in (x.at[4].set(jnp.nan), x))
+    assert np.isnan(out[4]).all()
+    np.testing.assert_array_equal(np.delete(out, 4, 0), np.delete(right, 4, 0))
