@@ -11,7 +11,14 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.latent_attention import tpu as latent_tpu
 from pallas_kernels.published_case import PREFILL_TOKENS, Case, total_bytes
-from pallas_kernels.sparse_attention import index_top_k, sparse_latent_attention, tpu_attend, tpu_index, tpu_select
+from pallas_kernels.sparse_attention import (
+    index_top_k,
+    sparse_latent_attention,
+    tpu_attend,
+    tpu_index,
+    tpu_scores,
+    tpu_select,
+)
 
 PAGE, TOP_K, INDEX_DIM, LANES = 64, 2048, 128, 128
 # Of the pool, whatever the batch: sequences share pages, as those that come of one prefix do.
@@ -65,8 +72,8 @@ def index_case(name: str, batch: int, tokens: int, context: int) -> Case:
     def call(q, *rest):
         return index_top_k(q.reshape(*q.shape[:2], heads, -1), *rest, top_k=TOP_K)
 
-    cut = tpu_index.plan(tokens, heads, PAGE, context // PAGE)
-    steps = batch * pl.cdiv(tokens, cut.tokens)
+    cut = tpu_index.plan(batch, tokens, heads, PAGE, context // PAGE)
+    steps = pl.cdiv(batch, cut.sequences) * cut.parts
     out = _array(batch, tokens, TOP_K, dtype=jnp.int32)
     keys = batch * context * INDEX_DIM * pages.dtype.itemsize
     return Case(
@@ -76,17 +83,19 @@ def index_case(name: str, batch: int, tokens: int, context: int) -> Case:
     )  # fmt: skip
 
 
-def _index_loops(cut: tpu_index.Plan, context: int) -> tuple[int, ...]:
+def _index_loops(cut: tpu_scores.Plan, context: int) -> tuple[int, ...]:
     """Trips of the loops of a step of the indexer, in the order of the code, without ties and with full tables."""
     rows = pl.cdiv(context, cut.keyed.keys) * cut.keyed.keys // LANES
-    blocks = pl.cdiv(rows, tpu_select.rows_counted(cut.tokens))
+    blocks = pl.cdiv(rows, tpu_select.rows_counted(cut.queries))
     compacted = pl.cdiv(rows, tpu_select.ROWS)
     # Places that lie in two stretches of rows are filled by both.
     filled = TOP_K // tpu_select.places_filled(cut.rows, TOP_K) + compacted - 1
-    each = () if cut.tokens == 1 else (cut.tokens,)
-    score = pl.cdiv(context, cut.keyed.keys)
+    sequences = () if cut.sequences == 1 else (cut.sequences,)
+    each = () if cut.queries == 1 else (cut.queries,)
+    score = cut.sequences * pl.cdiv(context, cut.keyed.keys)
     return (
-        0, score, 0, 0, 32, 32 * blocks, blocks, blocks, 0, 0, *each, cut.tokens * compacted, cut.tokens * filled
+        *sequences, score, 0, 0, 32, 32 * blocks, blocks, blocks, 0, 0, *each, cut.queries * compacted,
+        cut.queries * filled
     )  # fmt: skip
 
 

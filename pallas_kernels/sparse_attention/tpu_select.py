@@ -26,6 +26,11 @@ def ordered(scores: Float[Array, "*_"]) -> Int[Array, "*_"]:
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
+def padded(rows):
+    """Rows of scores that are looked at where so many are written."""
+    return (rows + ROWS - 1) // ROWS * ROWS if isinstance(rows, int) else jax.lax.div(rows + ROWS - 1, ROWS) * ROWS
+
+
 def rows_counted(tokens: int) -> int:
     """Rows of each query's scores that a trip of a counting loop takes."""
     return max(_REGISTER, ROWS // tokens)
