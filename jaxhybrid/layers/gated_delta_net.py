@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 from jaxhybrid.config import GatedDeltaNetSpec
 from jaxhybrid.layers.context import LayerContext
 from jaxhybrid.layers.linear import Linear
-from jaxhybrid.layers.norm import RmsNorm
+from jaxhybrid.layers.norm import RmsNorm, rms_norm_by_group
 from jaxhybrid.layers.parameter import parameter
 from jaxhybrid.layers.step import Step
 from pallas_kernels.conv_gated_delta import conv_gated_delta
@@ -39,13 +39,14 @@ class GatedDeltaNet(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T D"], state: dict[str, Array], index: int | Array, step: Step
     ) -> tuple[Float[Array, "B T D"], dict[str, Array]]:
-        (rows, steps, _), address = x.shape, step.address
+        address = step.address
         slots = (index, address.read_slots, address.write_slots, address.lengths)
         beta = jax.nn.sigmoid(self.in_proj_b(x).astype(jnp.float32))
         decay = self.log_decay(self.in_proj_a(x).astype(jnp.float32))
         out, (conv,), recurrent = conv_gated_delta(
             self.in_proj_qkv(x), self.conv[...], (state["conv"],), decay, beta, state["recurrent"], *slots
         )
-        gate = jax.nn.silu(self.in_proj_z(x).astype(jnp.float32)).reshape(out.shape)
-        out = (self.norm(out.astype(jnp.float32)) * gate).astype(x.dtype)
-        return self.out_proj(out.reshape(rows, steps, -1)), {"conv": conv, "recurrent": recurrent}
+        gate = jax.nn.silu(self.in_proj_z(x).astype(jnp.float32))
+        weight = jnp.broadcast_to(self.norm.weight[...], out.shape[2:])
+        out = (rms_norm_by_group(out.astype(jnp.float32), weight, self.norm.eps) * gate).astype(x.dtype)
+        return self.out_proj(out), {"conv": conv, "recurrent": recurrent}

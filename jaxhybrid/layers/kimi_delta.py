@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 from jaxhybrid.config import KimiDeltaSpec
 from jaxhybrid.layers.context import LayerContext
 from jaxhybrid.layers.linear import Linear, StackedLinear
-from jaxhybrid.layers.norm import RmsNorm
+from jaxhybrid.layers.norm import RmsNorm, rms_norm_by_group
 from jaxhybrid.layers.parameter import parameter
 from jaxhybrid.layers.step import Step
 from pallas_kernels.conv_gated_delta import conv_gated_delta
@@ -40,15 +40,17 @@ class KimiDelta(nnx.Module):
         """-exp(A_log) softplus(f), or bound sigmoid(exp(A_log) f), of f = W_fb W_fa x + dt_bias; float32, at most 0."""
         spec = self.spec
         raw = self.f_b_proj(self.f_a_proj(x)).astype(jnp.float32) + self.dt_bias[...]
-        raw, rate = raw.reshape(*x.shape[:2], spec.num_heads, spec.head_dim), jnp.exp(self.A_log[...])[:, None]
+        rate = jnp.repeat(jnp.exp(self.A_log[...]), spec.head_dim)
         if spec.gate_lower_bound is not None:
-            return spec.gate_lower_bound * jax.nn.sigmoid(rate * raw)
-        return -rate * jax.nn.softplus(raw)
+            decay = spec.gate_lower_bound * jax.nn.sigmoid(rate * raw)
+        else:
+            decay = -rate * jax.nn.softplus(raw)
+        return decay.reshape(*x.shape[:2], spec.num_heads, spec.head_dim)
 
     def __call__(
         self, x: Float[Array, "B T D"], state: dict[str, Array], index: int | Array, step: Step
     ) -> tuple[Float[Array, "B T D"], dict[str, Array]]:
-        spec, (rows, steps, _), address = self.spec, x.shape, step.address
+        spec, address = self.spec, step.address
         slots = (index, address.read_slots, address.write_slots, address.lengths)
         beta = jax.nn.sigmoid(self.b_proj(x).astype(jnp.float32))
         past: tuple[Array, ...] = (state["conv_q"], state["conv_k"], state["conv_v"])
@@ -56,7 +58,8 @@ class KimiDelta(nnx.Module):
             self.qkv_proj(x), self.qkv_conv[...], past, self.log_decay(x), beta, state["recurrent"], *slots
         )
         gate = self.g_proj(x) if spec.full_rank_gate else self.g_b_proj(self.g_a_proj(x))
-        gate = gate.astype(jnp.float32).reshape(out.shape)
-        out = (self.o_norm(out.astype(jnp.float32)) * jax.nn.sigmoid(gate)).astype(x.dtype)
+        weight = jnp.broadcast_to(self.o_norm.weight[...], out.shape[2:])
+        out = rms_norm_by_group(out.astype(jnp.float32), weight, self.o_norm.eps)
+        out = (out * jax.nn.sigmoid(gate.astype(jnp.float32))).astype(x.dtype)
         changed = dict(zip(("conv_q", "conv_k", "conv_v"), past, strict=True))
-        return self.o_proj(out.reshape(rows, steps, -1)), {**changed, "recurrent": recurrent}
+        return self.o_proj(out), {**changed, "recurrent": recurrent}

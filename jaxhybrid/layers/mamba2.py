@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 from jaxhybrid.config import Mamba2Spec
 from jaxhybrid.layers.context import LayerContext
 from jaxhybrid.layers.linear import Linear
-from jaxhybrid.layers.norm import rms_norm
+from jaxhybrid.layers.norm import rms_norm_by_group
 from jaxhybrid.layers.parameter import parameter
 from jaxhybrid.layers.step import Step
 from pallas_kernels.conv_ssd import conv_ssd
@@ -55,7 +55,7 @@ class Mamba2(nnx.Module):
         out = out.reshape(rows, steps, inner) * jax.nn.silu(z.astype(jnp.float32))
         if spec.norm:
             weight = self.norm[...].reshape(groups, -1)
-            out = rms_norm(out.reshape(rows, steps, groups, -1), weight, self.eps).reshape(out.shape)
+            out = rms_norm_by_group(out.reshape(rows, steps, groups, -1), weight, self.eps)
         changed = {"conv_x": conv_x, "conv_bc": conv_bc, "recurrent": recurrent}
         return self.out_proj(out.astype(x.dtype)), changed
 

@@ -15,9 +15,11 @@ from mesh_models import MODELS
 import jaxhybrid as jh
 from jaxhybrid.errors import ConfigError
 from jaxhybrid.layers.context import Execution
+from jaxhybrid.layers.norm import rms_norm, rms_norm_by_group
 from jaxhybrid.models.random_folder import write_random_folder
 from jaxhybrid.parallel.mesh import make_mesh, partition_of
 from jaxhybrid.parallel.sharding import leaf_sharding
+from pallas_kernels import registry
 from pallas_kernels.grouped_matmul import ExpertBiases, ragged, reference, xla
 from pallas_kernels.grouped_matmul.mesh import split_experts
 from pallas_kernels.partition import partitioned
@@ -221,3 +223,12 @@ def test_experts_of_several_devices_sum_up(implementation, biased: bool, layers:
     with partitioned(partition_of(make_mesh(data=2, model=2, expert=2))):
         actual = jax.jit(lambda: split_experts(implementation.routed_experts, *arguments, **options))()
     np.testing.assert_allclose(actual, reference.routed_experts(*arguments, **options), atol=2e-5)
+
+
+@pytest.mark.parametrize("groups", [8, 6])  # 6 don't divide by the mesh's 4: every device has all of them
+def test_norms_of_groups_on_a_mesh(groups):
+    rng = np.random.default_rng(5)
+    x, weight = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((3, 5, groups, 32), (groups, 32)))
+    with registry.target("tpu"), partitioned(partition_of(make_mesh(data=2, model=4))):
+        actual = jax.jit(lambda: rms_norm_by_group(x, weight, 1e-6))()
+    np.testing.assert_allclose(actual, rms_norm(x, weight, 1e-6).reshape(3, 5, -1), atol=1e-5)
