@@ -173,11 +173,10 @@ def load_model(
     where a head count or width doesn't divide by the mesh; CheckpointError naming every missing, unknown or misshapen
     tensor.
     """
-    partition = partition_of(mesh)
     folder = Path(path)
     values = _published_config(folder, rope_scaling)
     where = str(folder / "config.json")
-    config = fit_to_mesh(translate(values, where), partition)
+    config, partition = fit_to_mesh(translate(values, where), partition_of(mesh))
     execution = execution_on(partition, execution)
     graph, abstract = nnx.split(abstract_decoder(config, execution, dtype, partition))
     flat = nnx.to_flat_state(abstract)

@@ -19,23 +19,25 @@ from jaxtyping import Array, Shaped
 
 @dataclass(frozen=True)
 class Partition:
-    """A mesh whose axes the compiler may use as it likes, and the mesh axis of each logical name that is split."""
+    """A mesh whose axes the compiler may use as it likes, and the mesh axes of each logical name that is split."""
 
     mesh: Mesh
-    axes: tuple[tuple[str, str], ...]
+    axes: tuple[tuple[str, tuple[str, ...]], ...]
+
+    def of(self, name: str | None) -> tuple[str, ...]:
+        """The mesh axes that a logical one is split over; none if it isn't."""
+        return dict(self.axes).get(name or "", ())
 
     def size(self, name: str) -> int:
         """Shards along a logical axis."""
-        axis = dict(self.axes).get(name)
-        return 1 if axis is None else self.mesh.shape[axis]
+        return math.prod(self.mesh.shape[axis] for axis in self.of(name))
 
     def spec(self, names: tuple[str | None, ...]) -> PartitionSpec:
-        """The mesh axis of each dimension, from its logical name."""
-        axes = dict(self.axes)
-        return PartitionSpec(*(axes.get(name) if name else None for name in names))
+        """The mesh axes of each dimension, from its logical name."""
+        return PartitionSpec(*(self.of(name) or None for name in names))
 
     def sharding(self, names: tuple[str | None, ...], shape: tuple[int, ...]) -> NamedSharding:
-        """Of an array; a dimension that doesn't divide by its mesh axis is held whole by every device."""
+        """Of an array; a dimension that doesn't divide by its mesh axes is held whole by every device."""
         fits = (size % self.size(name) == 0 if name else False for name, size in zip(names, shape, strict=False))
         return NamedSharding(
             self.mesh, self.spec(tuple(name if fit else None for name, fit in zip(names, fits, strict=False)))
@@ -43,7 +45,12 @@ class Partition:
 
     def without(self, names: set[str]) -> "Partition":
         """The same, with these logical axes not split."""
-        return Partition(self.mesh, tuple((name, axis) for name, axis in self.axes if name not in names))
+        return Partition(self.mesh, tuple((name, axes) for name, axes in self.axes if name not in names))
+
+    def less(self, names: set[str], axis: str) -> "Partition":
+        """The same, with these logical axes not split over that axis of the mesh."""
+        fewer = {name: tuple(own for own in self.of(name) if own != axis) for name in names}
+        return Partition(self.mesh, tuple((name, fewer.get(name, axes)) for name, axes in self.axes))
 
 
 _partition: Any = jax.make_user_context(default_value=None)

@@ -56,13 +56,13 @@ class MixtureOfExperts(nnx.Module):
         if spec.corrected:
             self.e_score_correction_bias = parameter((spec.num_experts,), (None,), jnp.float32)
         if spec.activation.gated:
-            self.gate_proj = ExpertMatrices(spec.num_experts, inner, ("mlp", None), stacked, dtype)
-        self.up_proj = ExpertMatrices(spec.num_experts, inner, ("mlp", None), stacked, dtype)
-        self.down_proj = ExpertMatrices(spec.num_experts, inner[::-1], (None, "mlp"), stacked, dtype)
+            self.gate_proj = ExpertMatrices(spec.num_experts, inner, ("expert_mlp", None), stacked, dtype)
+        self.up_proj = ExpertMatrices(spec.num_experts, inner, ("expert_mlp", None), stacked, dtype)
+        self.down_proj = ExpertMatrices(spec.num_experts, inner[::-1], (None, "expert_mlp"), stacked, dtype)
         if spec.biases and spec.activation.gated:
-            self.gate_bias = parameter((spec.num_experts, inner[0]), ("experts", "mlp"), dtype)
+            self.gate_bias = parameter((spec.num_experts, inner[0]), ("experts", "expert_mlp"), dtype)
         if spec.biases:
-            self.up_bias = parameter((spec.num_experts, inner[0]), ("experts", "mlp"), dtype)
+            self.up_bias = parameter((spec.num_experts, inner[0]), ("experts", "expert_mlp"), dtype)
             self.down_bias = parameter((spec.num_experts, inner[1]), ("experts", None), dtype)
         if spec.shared_intermediate_size:
             self.shared_expert = Dense(DenseSpec(spec.shared_intermediate_size, spec.activation), context)

@@ -1,5 +1,6 @@
 """What of a model a mesh can split: head counts and widths must divide by its axes, and why where they don't."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import jax
@@ -27,19 +28,34 @@ from pallas_kernels.partition import Partition
 Counts = dict[str, tuple[str, int]]  # what is counted -> its logical axis, and how many
 
 
-def fit_to_mesh(config: ModelConfig, partition: Partition | None) -> ModelConfig:
-    """The configuration as it runs on the mesh: of fewer key/value heads than shards, each is kept several times.
+# Logical axes that are split over fewer mesh axes together, if one of them doesn't divide.
+_TOGETHER: tuple[set[str], ...] = ({"heads", "kv_heads"}, {"mlp"}, {"vocab"})
 
-    Raises ConfigError naming the first count that doesn't divide by its mesh axis. (A vocabulary that doesn't divide
-    is held whole by every device.)
+
+def fit_to_mesh(config: ModelConfig, partition: Partition | None) -> tuple[ModelConfig, Partition | None]:
+    """The configuration as it runs on the mesh, and what the mesh splits of it.
+
+    Of fewer key/value heads than shards, each is kept several times. Heads, inner widths or a vocabulary that don't
+    divide by the mesh's axes `expert` and `model` together are split over `model` alone. Raises ConfigError naming the
+    first count that doesn't divide by its mesh axes then. (A vocabulary that doesn't is held whole by every device.)
     """
     if partition is None:
-        return config
+        return config, None
+    for names in _TOGETHER:
+        if any(name in names and count % partition.size(name) for _, _, _, name, count in _counted(config, partition)):
+            partition = partition.less(names, "expert")
+    for number, part, what, name, count in _counted(config, partition):
+        if name != "vocab" and count % partition.size(name):
+            axes = partition.of(name)
+            raise ConfigError(
+                f"layer {number}: {count} {what} of its {part} can't be shared out to {partition.size(name)} devices "
+                f"along the mesh's {'axis' if len(axes) == 1 else 'axes'} {' and '.join(map(repr, axes))}"
+            )
     return replace(
         config,
-        layers=tuple(_fit_layer(layer, partition, number) for number, layer in enumerate(config.layers)),
-        mtp_layers=tuple(_fit_layer(layer, partition, number) for number, layer in enumerate(config.mtp_layers)),
-    )
+        layers=tuple(_with_heads_for(layer, partition) for layer in config.layers),
+        mtp_layers=tuple(_with_heads_for(layer, partition) for layer in config.mtp_layers),
+    ), partition
 
 
 def execution_on(partition: Partition | None, wanted: Execution | None) -> Execution:
@@ -55,16 +71,18 @@ def execution_on(partition: Partition | None, wanted: Execution | None) -> Execu
     return replace(execution, stack_experts=True)
 
 
-def _fit_layer(layer: LayerSpec, partition: Partition, number: int) -> LayerSpec:
-    mixer = _with_copies(layer.mixer, partition.size("kv_heads"))
-    for part in (mixer, layer.ffn):
-        for what, (axis, count) in (_counts(part) if part is not None else {}).items():
-            if count % partition.size(axis):
-                raise ConfigError(
-                    f"layer {number}: {count} {what} of its {part.kind if part else ''} can't be shared out to "
-                    f"{partition.size(axis)} devices along the mesh's axis {dict(partition.axes)[axis]!r}"
-                )
-    return replace(layer, mixer=mixer)
+def _counted(config: ModelConfig, partition: Partition) -> Iterator[tuple[int, str, str, str, int]]:
+    """Layer, part, what is counted in it, its logical axis and how many: everything that must divide."""
+    yield 0, "embedding", "tokens", "vocab", config.vocab_size
+    for layers in (config.layers, config.mtp_layers):
+        for number, layer in enumerate(layers):
+            for part in (_with_heads_for(layer, partition).mixer, layer.ffn):
+                for what, (axis, count) in (_counts(part) if part is not None else {}).items():
+                    yield number, part.kind if part else "", what, axis, count
+
+
+def _with_heads_for(layer: LayerSpec, partition: Partition) -> LayerSpec:
+    return replace(layer, mixer=_with_copies(layer.mixer, partition.size("kv_heads")))
 
 
 def _with_copies(mixer: MixerSpec | None, shards: int) -> MixerSpec | None:
@@ -104,6 +122,6 @@ def _counts(part: MixerSpec | FfnSpec) -> Counts:
         case MoeSpec():
             return {
                 "experts": ("experts", part.num_experts),
-                "channels of the experts' inner width": ("mlp", part.moe_intermediate_size),
+                "channels of the experts' inner width": ("expert_mlp", part.moe_intermediate_size),
                 "channels of the shared expert's inner width": ("mlp", part.shared_intermediate_size),
             }

@@ -14,7 +14,6 @@ from conftest import installed
 from flax import nnx
 from jax.experimental import topologies
 from jax.experimental.layout import Format
-from jax.sharding import Mesh
 
 from jaxhybrid.checkpoint.json_file import read_json_object
 from jaxhybrid.engine.programs import decode
@@ -23,7 +22,7 @@ from jaxhybrid.layers.context import Execution
 from jaxhybrid.layers.decoder import abstract_decoder
 from jaxhybrid.models import translate
 from jaxhybrid.parallel.fitting import fit_to_mesh
-from jaxhybrid.parallel.mesh import MESH_AXES
+from jaxhybrid.parallel.mesh import make_mesh, partition_of
 from jaxhybrid.parallel.sharding import parameter_struct, pool_places
 from jaxhybrid.platform import compiler_options
 from jaxhybrid.state.arrays import leaf_shape
@@ -38,20 +37,22 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 ROWS, SLOTS, PAGES, PAGE_SIZE, STEPS = 64, 130, 4097, 64, 4
 
 
-def partition_for(part: aot.Part, chips: int) -> Partition:
+def partition_for(part: aot.Part, **sizes: int) -> Partition:
+    chips = math.prod(sizes.values())
     aot.device(part)
     tpus = part.platform == "tpu"
     devices = topologies.get_topology_desc(part.slice, platform="tpu").devices[:chips] if tpus else [aot.device(part)]
-    axes = tuple((name, axis) for name, axis in MESH_AXES.items() if axis == "model") if chips > 1 else ()
-    return Partition(Mesh(np.array(devices), ("model",)), axes)
+    mesh = make_mesh(**sizes, devices=devices)
+    return partition_of(mesh) or Partition(mesh, ())
 
 
 def compile_decode(part: aot.Part, name: str, layers: int, chips: int):
     """The engine's decode loop over the first layers. Returns the program, its kernels, and the pool's bytes a chip."""
-    partition, path = partition_for(part, chips), CONFIGS / f"{name}.json"
+    path = CONFIGS / f"{name}.json"
     config = translate(read_json_object(path), str(path))
     config = dataclasses.replace(config, layers=config.layers[:layers], mtp_layers=(), vision=None)
-    config = fit_to_mesh(config, partition)
+    config, partition = fit_to_mesh(config, partition_for(part, model=chips))
+    assert partition is not None
     graph, parameters = nnx.split(
         abstract_decoder(config, Execution.for_platform(part.platform), "bfloat16", partition)
     )

@@ -24,7 +24,7 @@ def test_the_gated_delta_kernel_runs_on_each_devices_heads(tpu: aot.Part) -> Non
     """Qwen3-Next's 16 key and 32 value heads on four devices, one token of eight rows."""
     aot.device(tpu)
     devices = topologies.get_topology_desc(tpu.slice, platform="tpu").devices[:4]
-    partition = Partition(Mesh(np.array(devices), ("model",)), (("heads", "model"),))
+    partition = Partition(Mesh(np.array(devices), ("model",)), (("heads", ("model",)),))
 
     def argument(names: tuple[str | None, ...], *shape: int, dtype: str = "float32") -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=partition.sharding(names, shape))
@@ -47,7 +47,7 @@ def test_a_prefill_of_kda_runs_on_each_devices_heads() -> None:
     part = installed("tpu-v6e")
     aot.device(part)
     devices = topologies.get_topology_desc(part.slice, platform="tpu").devices[:4]
-    partition = Partition(Mesh(np.array(devices), ("model",)), (("heads", "model"),))
+    partition = Partition(Mesh(np.array(devices), ("model",)), (("heads", ("model",)),))
 
     def argument(names: tuple[str | None, ...], *shape: int, dtype: str = "bfloat16") -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=partition.sharding(names, shape))
@@ -80,7 +80,7 @@ def test_attention_over_pages_runs_on_each_devices_heads() -> None:
     part = installed("tpu-v6e")
     aot.device(part)
     devices = topologies.get_topology_desc(part.slice, platform="tpu").devices[:4]
-    partition = Partition(Mesh(np.array(devices), ("model",)), (("heads", "model"),))
+    partition = Partition(Mesh(np.array(devices), ("model",)), (("heads", ("model",)),))
 
     def argument(names: tuple[str | None, ...], *shape: int, dtype: str = "bfloat16") -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=partition.sharding(names, shape))

@@ -17,7 +17,7 @@ from jaxhybrid.errors import ConfigError
 from jaxhybrid.layers.context import Execution
 from jaxhybrid.layers.norm import rms_norm, rms_norm_by_group
 from jaxhybrid.models.random_folder import write_random_folder
-from jaxhybrid.parallel.mesh import make_mesh, partition_of
+from jaxhybrid.parallel.mesh import MESH_AXES, make_mesh, partition_of
 from jaxhybrid.parallel.sharding import leaf_sharding
 from pallas_kernels import registry
 from pallas_kernels.grouped_matmul import ExpertBiases, ragged, reference, xla
@@ -141,6 +141,19 @@ def test_experts_are_split(sizes: tuple[int, int, int], folders, expected) -> No
     up = engine.model.parameters["segments"][1]["layers"][0]["ffn"]["up_proj"]["weight"][...]
     assert up.shape == (8, 16, 40)
     assert up.addressable_shards[0].data.shape == (8 // expert, 16 // model, 40)
+    # Kimi Delta Attention's 4 heads don't divide by 8 devices: every one of them has them all.
+    assert engine.model.partition.size("heads") == (4 if expert == 2 else 1)
+
+
+def test_heads_and_widths_are_split_over_experts_too_where_they_divide(folders) -> None:
+    """Heads and 72 channels are split over 4 devices; of 3 x 2 devices they are over 2, beside experts over 3."""
+    mesh = make_mesh(expert=2, model=2)
+    partition = jh.load_model(folders["qwen3_next"], mesh=mesh).partition
+    assert {name: partition.size(name) for name in MESH_AXES} == {
+        "rows": 1, "heads": 4, "kv_heads": 4, "mlp": 4, "vocab": 2, "experts": 2, "expert_mlp": 2,
+    }  # fmt: skip
+    odd = jh.load_model(folders["qwen3_next"], mesh=make_mesh(expert=3, model=2)).partition
+    assert [odd.size(name) for name in ("heads", "mlp", "experts")] == [2, 2, 3]
 
 
 def test_weights_and_state_are_split_where_they_lie(folders) -> None:

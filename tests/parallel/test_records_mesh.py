@@ -53,7 +53,7 @@ def ssd():
 
 @pytest.mark.parametrize("run", [delta, ssd])
 def test_each_device_has_its_own_heads(run) -> None:
-    partition = Partition(Mesh(np.array(jax.devices()[:2]), ("model",)), (("heads", "model"),))
+    partition = Partition(Mesh(np.array(jax.devices()[:2]), ("model",)), (("heads", ("model",)),))
     whole = jax.jit(lambda: run())()
     with partitioned(partition):
         split = jax.jit(lambda: run())()
