@@ -31,7 +31,8 @@ class Spread:
     """Rows of [n, dk] arrays, each as a [dk, dv] matrix with equal columns: what scales the rows of a state.
 
     Broadcasting along lanes would keep the permute unit busy for longer than the states take to arrive. The matrix unit
-    is idle, and its product with a 0/1 matrix does it too, exactly: a float32 number is a sum of three bfloat16 ones.
+    is idle, and its product with a 0/1 matrix does it too, but for the last bit: a float32 number is a sum of three
+    bfloat16 ones.
     """
 
     def __init__(self, counts: Sequence[int], width: int) -> None:

@@ -6,7 +6,7 @@ states are fetched while this row's are computed. That is why no row may write a
 
 The rows of a block's states, heads x P of N numbers each, are worked on 128 at a time. What is added, dt x B^T, has x
 along sublanes. The permute unit would take longer to spread it along lanes than the states take to arrive, so the
-matrix unit makes the outer product, exactly: a float32 number is a sum of three bfloat16 ones. The permute unit then
+matrix unit makes the outer product, in full: a float32 number is a sum of three bfloat16 ones. The permute unit then
 has the time for what is read, h C, a sum along lanes. All of it is float32.
 """
 
