@@ -43,14 +43,13 @@ class Partition:
             self.mesh, self.spec(tuple(name if fit else None for name, fit in zip(names, fits, strict=False)))
         )
 
-    def without(self, names: set[str]) -> "Partition":
-        """The same, with these logical axes not split."""
-        return Partition(self.mesh, tuple((name, axes) for name, axes in self.axes if name not in names))
+    def without(self, names: set[str], axis: str | None = None) -> "Partition":
+        """The same, with these logical axes not split, or not over that axis of the mesh."""
 
-    def less(self, names: set[str], axis: str) -> "Partition":
-        """The same, with these logical axes not split over that axis of the mesh."""
-        fewer = {name: tuple(own for own in self.of(name) if own != axis) for name in names}
-        return Partition(self.mesh, tuple((name, fewer.get(name, axes)) for name, axes in self.axes))
+        def left(name: str, axes: tuple[str, ...]) -> tuple[str, ...]:
+            return axes if name not in names else tuple(own for own in axes if axis not in (None, own))
+
+        return Partition(self.mesh, tuple((name, left(name, axes)) for name, axes in self.axes))
 
 
 _partition: Any = jax.make_user_context(default_value=None)

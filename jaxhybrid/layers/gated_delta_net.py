@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 from jaxhybrid.config import GatedDeltaNetSpec
 from jaxhybrid.layers.context import LayerContext
 from jaxhybrid.layers.linear import Linear
-from jaxhybrid.layers.norm import RmsNorm, rms_norm_by_group
+from jaxhybrid.layers.norm import RmsNorm
 from jaxhybrid.layers.parameter import parameter
 from jaxhybrid.layers.step import Step
 from pallas_kernels.conv_gated_delta import conv_gated_delta
@@ -47,6 +47,5 @@ class GatedDeltaNet(nnx.Module):
             self.in_proj_qkv(x), self.conv[...], (state["conv"],), decay, beta, state["recurrent"], *slots
         )
         gate = jax.nn.silu(self.in_proj_z(x).astype(jnp.float32))
-        weight = jnp.broadcast_to(self.norm.weight[...], out.shape[2:])
-        out = (rms_norm_by_group(out.astype(jnp.float32), weight, self.norm.eps) * gate).astype(x.dtype)
+        out = (self.norm.by_head(out.astype(jnp.float32)) * gate).astype(x.dtype)
         return self.out_proj(out), {"conv": conv, "recurrent": recurrent}

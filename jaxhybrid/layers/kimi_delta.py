@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 from jaxhybrid.config import KimiDeltaSpec
 from jaxhybrid.layers.context import LayerContext
 from jaxhybrid.layers.linear import Linear, StackedLinear
-from jaxhybrid.layers.norm import RmsNorm, rms_norm_by_group
+from jaxhybrid.layers.norm import RmsNorm
 from jaxhybrid.layers.parameter import parameter
 from jaxhybrid.layers.step import Step
 from pallas_kernels.conv_gated_delta import conv_gated_delta
@@ -58,8 +58,7 @@ class KimiDelta(nnx.Module):
             self.qkv_proj(x), self.qkv_conv[...], past, self.log_decay(x), beta, state["recurrent"], *slots
         )
         gate = self.g_proj(x) if spec.full_rank_gate else self.g_b_proj(self.g_a_proj(x))
-        weight = jnp.broadcast_to(self.o_norm.weight[...], out.shape[2:])
-        out = rms_norm_by_group(out.astype(jnp.float32), weight, self.o_norm.eps)
-        out = (out * jax.nn.sigmoid(gate.astype(jnp.float32))).astype(x.dtype)
+        gate = jax.nn.sigmoid(gate.astype(jnp.float32))
+        out = (self.o_norm.by_head(out.astype(jnp.float32)) * gate).astype(x.dtype)
         changed = dict(zip(("conv_q", "conv_k", "conv_v"), past, strict=True))
         return self.o_proj(out), {**changed, "recurrent": recurrent}

@@ -26,7 +26,7 @@ def rms_norm(
 def rms_norm_by_group(
     x: Float[Array, "B T G features"], weight: Float[Array, "G features"], eps: float
 ) -> Float[Array, "B T G*features"]:
-    """`rms_norm` of each group by itself, side by side."""
+    """`rms_norm` of each group by itself, side by side. Of one token there is too little for its layout to matter."""
     partition = current()
     if current_platform() != "tpu" or x.shape[1] == 1 or (partition and x.shape[2] % partition.size("heads")):
         return rms_norm(x, weight, eps).reshape(*x.shape[:2], -1)
@@ -57,8 +57,15 @@ class RmsNorm(nnx.Module):
         self.zero_centred = zero_centred
 
     def __call__(self, x: Float[Array, "*batch features"]) -> Float[Array, "*batch features"]:
+        return rms_norm(x, self._factors(), self.eps)
+
+    def by_head(self, x: Float[Array, "B T H features"]) -> Float[Array, "B T H*features"]:
+        """Of each head by itself, side by side."""
+        return rms_norm_by_group(x, jnp.broadcast_to(self._factors(), x.shape[2:]), self.eps)
+
+    def _factors(self) -> Float[Array, " features"]:
         weight = self.weight[...]
-        return rms_norm(x, 1.0 + weight.astype(jnp.float32) if self.zero_centred else weight, self.eps)
+        return 1.0 + weight.astype(jnp.float32) if self.zero_centred else weight
 
 
 class LayerNorm(nnx.Module):

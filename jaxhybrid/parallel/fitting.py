@@ -43,7 +43,7 @@ def fit_to_mesh(config: ModelConfig, partition: Partition | None) -> tuple[Model
         return config, None
     for names in _TOGETHER:
         if any(name in names and count % partition.size(name) for _, _, _, name, count in _counted(config, partition)):
-            partition = partition.less(names, "expert")
+            partition = partition.without(names, "expert")
     for number, part, what, name, count in _counted(config, partition):
         if name != "vocab" and count % partition.size(name):
             axes = partition.of(name)

@@ -62,9 +62,6 @@ def _argument_specs(partition: Partition, stacked: bool, layers: bool) -> tuple[
 
 def _bias_specs(partition: Partition, stacked: bool) -> Any:
     experts = "experts" if stacked else None
-    specs: Any = (
-        partition.spec((experts, "expert_mlp")),
-        partition.spec((experts, "expert_mlp")),
-        partition.spec((experts, None)),
-    )
+    inner, outer = partition.spec((experts, "expert_mlp")), partition.spec((experts, None))
+    specs: Any = inner, inner, outer
     return ExpertBiases(*specs)

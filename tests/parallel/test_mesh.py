@@ -83,7 +83,11 @@ def check(engine: jh.Engine, expected: tuple[list[np.ndarray], list[tuple[int, .
 def test_logits_and_tokens_are_one_devices(name: str, mesh: str, folders, expected) -> None:
     engine = jh.Engine(jh.load_model(folders[name], mesh=make_mesh(*MESHES[mesh])), CONFIG)
     check(engine, expected(name))
-    # What goes from device to device are rows of activations or of logits; any array of weights or state is larger.
+    check_what_moves(engine)
+
+
+def check_what_moves(engine: jh.Engine) -> None:
+    """Between devices only rows of activations or of logits do; any array of weights or state is larger."""
     widest = max(engine.model.config.vocab_size, 80)
     for program, shapes in collectives(engine).items():
         steps = CONFIG.prefill_chunks[-1] if program == "prefill" else 1
@@ -138,6 +142,7 @@ def test_experts_are_split(sizes: tuple[int, int, int], folders, expected) -> No
     mesh = jax.make_mesh((data, expert, model), ("data", "expert", "model"))
     engine = jh.Engine(jh.load_model(folders["kimi_linear"], mesh=mesh), CONFIG)
     check(engine, expected("kimi_linear"))
+    check_what_moves(engine)
     up = engine.model.parameters["segments"][1]["layers"][0]["ffn"]["up_proj"]["weight"][...]
     assert up.shape == (8, 16, 40)
     assert up.addressable_shards[0].data.shape == (8 // expert, 16 // model, 40)
